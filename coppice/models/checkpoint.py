@@ -1,0 +1,101 @@
+"""Reading a published checkpoint directory: its config and its safetensors, checked."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from coppice.errors import StartError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file. Raises StartError when there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StartError(f"{path} is missing: is this a checkpoint directory?") from None
+    except (OSError, ValueError) as error:
+        raise StartError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise StartError(f"{path} holds {type(content).__name__}, expected a JSON object")
+    return content
+
+
+class Checkpoint:
+    """Named tensors in one safetensors file, or in several with an index."""
+
+    def __init__(self, shards: Mapping[str, Path]) -> None:
+        self.shards = MappingProxyType(dict(shards))  # name of a tensor -> the file that holds it
+
+    @classmethod
+    def open(cls, directory: Path) -> "Checkpoint":
+        """Raises StartError when a file is missing or is not safetensors."""
+        if (directory / INDEX_FILE).exists():
+            files = set(_weight_map(directory / INDEX_FILE).values())
+        elif (directory / SINGLE_FILE).exists():
+            files = {SINGLE_FILE}
+        else:
+            raise StartError(
+                f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+            )
+        shards: dict[str, Path] = {}
+        for file in sorted(files):
+            path = directory / file
+            shards.update((name, path) for name in _tensor_names(path))
+        return cls(shards)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shards
+
+    def tensor(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The tensor `name` [shape], converted. Raises StartError when it is missing, has another
+        shape, is not of floats, or holds NaN or infinity."""
+        if name not in self.shards:
+            raise StartError(f"checkpoint: tensor {name} {list(shape)} is missing")
+        path = self.shards[name]
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise StartError(f"{path}: tensor {name} cannot be read: {error}") from None
+        if list(tensor.shape) != list(shape):
+            found = list(tensor.shape)
+            raise StartError(f"{path}: tensor {name} is {found}, expected {list(shape)}")
+        if not tensor.is_floating_point():
+            raise StartError(f"{path}: tensor {name} is of {tensor.dtype}, expected floats")
+        # A copy: what stays mapped from the file would change or fault when the file does.
+        converted = tensor.to(device=device, dtype=dtype, copy=True)
+        if not bool(torch.isfinite(converted).all()):
+            raise StartError(f"{path}: tensor {name} holds NaN or infinity in {dtype}")
+        return converted
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartError(f"{path} has no weight_map")
+    files = {str(name): str(file) for name, file in weight_map.items()}
+    outside = [file for file in files.values() if Path(file).name != file]
+    if outside:
+        raise StartError(f"{path} points to {outside[0]!r}, outside of its directory")
+    return files
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return list(file.keys())
+    except FileNotFoundError:
+        raise StartError(f"{path} is missing, though the index names it") from None
+    except (OSError, SafetensorError) as error:
+        raise StartError(f"{path} is not a whole safetensors file: {error}") from None

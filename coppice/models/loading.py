@@ -1,0 +1,143 @@
+"""From a checkpoint directory to a decoder, and to the identity of what was loaded."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coppice.errors import StartError
+from coppice.models.checkpoint import Checkpoint, read_json
+from coppice.models.config import DecoderConfig, token_ids
+from coppice.models.decoder import Decoder, DecoderWeights, LayerWeights
+from coppice.models.rope import rotary_table
+
+# In a config.json, but without a say in what the model computes.
+CONFIG_NOTES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+SAMPLE_BYTES = 4096
+
+Read = Callable[[str, Sequence[int]], Tensor]
+
+
+def load_target(
+    path: Path, dtype: torch.dtype, device: torch.device, max_context: int | None = None
+) -> Decoder:
+    """The decoder in the checkpoint directory `path`, its weights in `dtype` on `device`.
+
+    Raises StartError (one line) when something is missing, broken or not supported.
+    """
+    config = read_config(path, max_context)
+    checkpoint = Checkpoint.open(path)
+    _refuse_unknown_tensors(checkpoint, config, path)
+
+    def read(name: str, shape: Sequence[int]) -> Tensor:
+        return checkpoint.tensor(name, shape, dtype, device)
+
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embedding = read("model.embed_tokens.weight", vocabulary)
+    weights = DecoderWeights(
+        embedding=embedding,
+        layers=tuple(_layer(read, config, layer) for layer in range(config.layers)),
+        norm=read("model.norm.weight", (config.hidden_size,)),
+        lm_head=embedding if config.tied_embeddings else read("lm_head.weight", vocabulary),
+    )
+    return Decoder(config, weights, rotary_table(config, device))
+
+
+def read_config(path: Path, max_context: int | None = None) -> DecoderConfig:
+    """The shape of the model in `path`. The ids that end a text are `generation_config.json`'s
+    where it has any, as in transformers: chat models list more of them there."""
+    config = DecoderConfig.from_hf(read_json(path / "config.json"), max_context)
+    if (path / "generation_config.json").exists():
+        eos = token_ids(read_json(path / "generation_config.json").get("eos_token_id"))
+        config = replace(config, eos_token_ids=eos or config.eos_token_ids)
+    return config
+
+
+def target_hash(path: Path) -> str:
+    """Identity (sha256, hex) of the config and the weights in `path`.
+
+    It is compared at every start and every Hello, so it must not read tens of gigabytes: of each
+    tensor it takes name, dtype, shape and three blocks of bytes (start, middle, end). Training
+    changes all of a tensor, so another fine-tune is another hash; it is no protection against
+    someone who alters single weights on purpose. How the tensors are spread over shards has no
+    influence.
+    """
+    config = {k: v for k, v in read_json(path / "config.json").items() if k not in CONFIG_NOTES}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    checkpoint = Checkpoint.open(path)
+    for name in sorted(checkpoint.shards):
+        _hash_tensor(digest.update, checkpoint.shards[name], name)
+    return digest.hexdigest()
+
+
+def _hash_tensor(update: Callable[[bytes], None], path: Path, name: str) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))[name]
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        update(f"{name} {entry['dtype']} {entry['shape']} ".encode())
+        for offset in (start, (start + end) // 2, max(start, end - SAMPLE_BYTES)):
+            file.seek(offset)
+            update(file.read(min(SAMPLE_BYTES, end - offset)))
+
+
+def _layer(read: Read, config: DecoderConfig, layer: int) -> LayerWeights:
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.heads * dim, config.kv_heads * dim
+    prefix = f"model.layers.{layer}"
+
+    def weight(name: str, *shape: int) -> Tensor:
+        return read(f"{prefix}.{name}.weight", shape)
+
+    def bias(present: bool, *parts: tuple[str, int]) -> Tensor | None:
+        return torch.cat([read(f"{prefix}.{n}.bias", (s,)) for n, s in parts]) if present else None
+
+    qkv = (
+        ("self_attn.q_proj", q_size),
+        ("self_attn.k_proj", kv_size),
+        ("self_attn.v_proj", kv_size),
+    )
+    gate_up = (("mlp.gate_proj", inner), ("mlp.up_proj", inner))
+    return LayerWeights(
+        input_norm=weight("input_layernorm", hidden),
+        qkv=torch.cat([weight(name, size, hidden) for name, size in qkv]),
+        qkv_bias=bias(config.attention_bias, *qkv),
+        q_norm=weight("self_attn.q_norm", dim) if config.qk_norm else None,
+        k_norm=weight("self_attn.k_norm", dim) if config.qk_norm else None,
+        o=weight("self_attn.o_proj", hidden, q_size),
+        o_bias=bias(config.output_bias, ("self_attn.o_proj", hidden)),
+        post_norm=weight("post_attention_layernorm", hidden),
+        gate_up=torch.cat([weight(name, size, hidden) for name, size in gate_up]),
+        gate_up_bias=bias(config.mlp_bias, *gate_up),
+        down=weight("mlp.down_proj", hidden, inner),
+        down_bias=bias(config.mlp_bias, ("mlp.down_proj", hidden)),
+    )
+
+
+def _refuse_unknown_tensors(checkpoint: Checkpoint, config: DecoderConfig, path: Path) -> None:
+    """A tensor that would be left out silently makes another model of it."""
+    known = _expected_names(config)
+    ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
+    for name in sorted(checkpoint.shards):
+        if name not in known | ignored and not name.endswith("rotary_emb.inv_freq"):
+            raise StartError(
+                f"{path}: tensor {name} has no place in a {config.model_type} of "
+                f"{config.layers} layers as its config.json describes it"
+            )
+
+
+def _expected_names(config: DecoderConfig) -> set[str]:
+    names: set[str] = set()
+
+    def note(name: str, shape: Sequence[int]) -> Tensor:
+        names.add(name)
+        return torch.empty(shape, device="meta")
+
+    for layer in range(config.layers):
+        _layer(note, config, layer)
+    head = set[str]() if config.tied_embeddings else {"lm_head.weight"}
+    return names | head | {"model.embed_tokens.weight", "model.norm.weight"}

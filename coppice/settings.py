@@ -1,0 +1,162 @@
+"""Every setting of the service: flags, `COPPICE_...` variables and a TOML file fill this model."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from coppice.tree import MAX_ROWS
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(Group):
+    """The target model."""
+
+    path: str = Field(
+        default="smollm2-135m-instruct", description="name, directory, GGUF file or hub id"
+    )
+    served_name: str | None = Field(
+        default=None, description="name that requests may use; default: the model's own"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="of the weights; auto = float32 on a CPU, bfloat16 on a GPU"
+    )
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    max_context: int | None = Field(
+        default=None, ge=2, description="tokens; default: the model's own"
+    )
+
+
+class SpeculationSettings(Group):
+    """The drafter and the shape of its tree."""
+
+    drafter: Literal["eagle", "ngram", "none"] = Field(
+        default="eagle", description="kind of drafter"
+    )
+    head: Path | None = Field(
+        default=None, description="directory of an EAGLE head; default: the shipped"
+    )
+    nodes: int = Field(
+        default=15, ge=1, le=MAX_ROWS - 1, description="drafted nodes of a tree at most"
+    )
+    depth: int = Field(default=6, ge=1, le=12, description="levels of a tree at most")
+    top_k: int = Field(
+        default=8, ge=1, le=16, description="width of a level, and children of a node"
+    )
+
+    @model_validator(mode="after")
+    def frontier_fits_one_mask(self) -> "SpeculationSettings":
+        if self.top_k * (self.depth - 1) > MAX_ROWS:
+            raise ValueError(f"top_k * (depth - 1) must be at most {MAX_ROWS}")
+        return self
+
+
+class VerifierSettings(Group):
+    """The workers that run the target."""
+
+    count: int = Field(default=1, ge=1, le=64, description="workers")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all cores")
+    kv_slots: int = Field(default=16384, ge=64, description="tokens that the KV pool holds")
+    prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens of one pass at most")
+    row_budget: int = Field(default=64, ge=1, description="tree rows of one pass at most")
+    max_sessions: int = Field(default=256, ge=1, description="running and waiting sessions at most")
+
+
+class DrafterSettings(Group):
+    """The workers that draft."""
+
+    count: int = Field(default=1, ge=0, le=64, description="workers; 0 = plain decoding")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all cores")
+    kv_slots: int = Field(default=16384, ge=64, description="tokens that the draft KV cache holds")
+
+
+class GuardSettings(Group):
+    """The concurrency guard: plain decoding above a queue depth."""
+
+    enter: int = Field(default=48, ge=0, description="plain decoding above this queue depth")
+    exit: int = Field(default=36, ge=0, description="speculation again below this queue depth")
+    dwell_seconds: float = Field(default=1.0, ge=0.0, description="least time between two switches")
+
+    @model_validator(mode="after")
+    def ordered(self) -> "GuardSettings":
+        if self.exit > self.enter:
+            raise ValueError(f"exit ({self.exit}) must not be above enter ({self.enter})")
+        return self
+
+
+class GatewaySettings(Group):
+    """The public door."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=50051, ge=0, le=65535, description="gRPC; 0 = any free")
+    http_port: int = Field(default=8080, ge=0, le=65535, description="/metrics; 0 = any free")
+    max_inflight: int = Field(default=512, ge=1, description="requests at once; more are refused")
+
+
+class RedisSettings(Group):
+    """The store of the sessions."""
+
+    url: str | None = Field(
+        default=None, description="redis://... or unix://...; default: embedded"
+    )
+    session_ttl_seconds: int = Field(default=600, ge=1, description="life of a session's record")
+
+
+class RaySettings(Group):
+    """The cluster that places the workers."""
+
+    address: str | None = Field(
+        default=None, description="default: a cluster of this machine's own"
+    )
+    namespace: str = Field(default="coppice", min_length=1, description="of the named actors")
+
+
+class Settings(BaseSettings):
+    """All settings. Unknown keys are refused.
+
+    Constructed directly it takes what it is given and defaults; the command line reads the
+    environment and the file (`launcher/sources.py`), so that no worker's environment can differ.
+    """
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        env_prefix="COPPICE_",
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        frozen=True,
+    )
+
+    model: ModelSettings = ModelSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
+    verifier: VerifierSettings = VerifierSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    guard: GuardSettings = GuardSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    redis: RedisSettings = RedisSettings()
+    ray: RaySettings = RaySettings()
+    cache_dir: Path = Field(
+        default_factory=lambda: Path.home() / ".cache" / "coppice",
+        description="converted models; default: ~/.cache/coppice",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severity that is logged"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)

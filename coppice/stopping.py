@@ -1,0 +1,80 @@
+"""When an answer ends, decided token by token. Imports no torch."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from coppice.request import StoppingParams
+from coppice.tokenizer import StopMatcher, Tokenizer
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+    by: str = ""  # the stop string, or the id of the stop token
+
+
+class AnswerText:
+    """The text of an answer as its tokens come, cut before the first stop string.
+
+    Stop strings count only in text that begins after `min_tokens`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: StoppingParams) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._matcher = StopMatcher(params.stop)
+        self._unchecked_tokens = params.min_tokens
+
+    @property
+    def matched(self) -> str | None:
+        return self._matcher.matched
+
+    def push(self, token: int) -> str:
+        """Takes one more token; returns the text that is now certain."""
+        text = self._detokenizer.push(token)
+        if self._unchecked_tokens > 0:
+            self._unchecked_tokens -= 1
+            return text
+        return self._matcher.push(text)
+
+    def flush(self) -> str:
+        """At the end: what was held back because more might have followed."""
+        return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+
+
+class Stopper:
+    """Says after each committed token whether the answer ends there."""
+
+    def __init__(
+        self,
+        params: StoppingParams,
+        eos_token_ids: tuple[int, ...],
+        max_tokens: int,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """`max_tokens` counts the answer, whatever limits it. Stop strings need a tokenizer."""
+        self._ending = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._ending |= set(eos_token_ids)
+        self._min_tokens = params.min_tokens
+        self._left = max_tokens
+        self._text = AnswerText(tokenizer, params) if params.stop and tokenizer else None
+
+    @property
+    def ending_ids(self) -> list[int]:
+        return sorted(self._ending)
+
+    def push(self, token: int) -> Finish | None:
+        self._left -= 1
+        self._min_tokens -= 1
+        if token in self._ending and self._min_tokens < 0:
+            return Finish(FinishReason.STOP, str(token))
+        if self._text is not None:
+            self._text.push(token)
+            if self._text.matched is not None:
+                return Finish(FinishReason.STOP, self._text.matched)
+        return Finish(FinishReason.LENGTH) if self._left <= 0 else None

@@ -1,0 +1,32 @@
+"""The drafter as a Ray actor: placement, restarts and control calls only."""
+
+from coppice.settings import Settings
+from drafter_svc.service import DrafterService
+
+
+class DrafterWorker:
+    """Wrapped by `ray.remote` where it is placed. The head is loaded at construction, so that a
+    restarted actor is whole again."""
+
+    def __init__(self, settings: Settings, name: str = "drafter-0") -> None:
+        self._service = DrafterService.from_settings(settings, name)
+
+    async def ready(self) -> str:
+        """The identity of the head."""
+        self._service.start()
+        return self._service.identity
+
+    async def attach(self, session_id: str, verifier_address: str, epoch: int) -> None:
+        """See `DrafterService.attach`."""
+        self._service.start()
+        await self._service.attach(session_id, verifier_address, epoch)
+
+    async def detach(self, session_id: str) -> None:
+        await self._service.detach(session_id)
+
+    async def metrics(self) -> str:
+        """Prometheus text."""
+        return self._service.metrics()
+
+    async def stop(self) -> None:
+        await self._service.stop()

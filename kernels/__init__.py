@@ -1,0 +1,1 @@
+"""Operations on tensors: one plain-torch reference each, and the backends that `ops` chooses."""

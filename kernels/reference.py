@@ -1,0 +1,74 @@
+"""Every operation in plain torch: the definition that the backends are held to."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.batch import AttentionBatch, Segment
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] @ weight [out, in]^T (+ bias [out]) -> [rows, out]."""
+    return functional.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., d] over its root mean square, times weight [d]; statistics in fp32 (Zhang and
+    Sennrich 2019)."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the halves of x [rows, heads, d] by the angles of cos, sin [rows, d / 2] (fp32)
+    (Su et al. 2021, in the half-split layout of the published Llama checkpoints)."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [rows, 2 * d] -> [rows, d]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def write_kv(pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    """pool [slots, kv_heads, head_dim] takes values [rows, kv_heads, head_dim] at slots [rows]."""
+    pool.index_copy_(0, slots, values)
+
+
+def visible(segment: Segment) -> Tensor:
+    """Which keys (context, then tail) each row of a segment reads: bool [rows, context + tail]."""
+    device = segment.tail.device
+    index = torch.arange(len(segment.tail), device=device)
+    if segment.masks is None:
+        tail = index[None, :] <= torch.arange(segment.rows, device=device)[:, None]
+    else:
+        tail = (segment.masks[:, None] >> index[None, :]) & 1 == 1
+    return functional.pad(tail, (len(segment.context), 0), value=True)
+
+
+def tree_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch) -> Tensor:
+    """Attention of q [rows, heads, d] over the slots of k_pool, v_pool [slots, kv_heads, d] that
+    each row may read -> [rows, heads, d]. Scores and softmax in fp32; scale d ** -0.5."""
+    _, heads, dim = q.shape
+    kv_heads = k_pool.shape[1]
+    out = torch.empty_like(q)
+    start = 0
+    for segment in batch.segments:
+        stop = start + segment.rows
+        keys = torch.cat((segment.context, segment.tail))
+        k = k_pool[keys].transpose(0, 1).float()  # [kv_heads, keys, d]
+        v = v_pool[keys].transpose(0, 1).float()
+        # Query heads of one KV head side by side, so that its keys are read once.
+        mine = q[start:stop].float().view(-1, kv_heads, heads // kv_heads, dim).permute(1, 0, 2, 3)
+        scores = mine.flatten(1, 2) @ k.transpose(1, 2) * dim**-0.5
+        scores = scores.view(kv_heads, segment.rows, -1, len(keys))
+        scores = scores.masked_fill(~visible(segment)[None, :, None, :], -torch.inf)
+        mixed = scores.softmax(-1).flatten(1, 2) @ v
+        mixed = mixed.view(kv_heads, segment.rows, heads // kv_heads, dim).permute(1, 0, 2, 3)
+        out[start:stop] = mixed.reshape(segment.rows, heads, dim).to(q.dtype)
+        start = stop
+    return out

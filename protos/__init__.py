@@ -1,0 +1,1 @@
+"""The wire: proto files and their generated stubs (`make protos`)."""

@@ -1,0 +1,426 @@
+"""The engine on a tiny random target: whatever drafters do, the output is plain decoding's."""
+
+import random
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coppice.models.decoder import Decoder
+from coppice.request import SamplingParams, StoppingParams
+from kernels.batch import AttentionBatch, Segment
+from protos import common_pb2, verifier_pb2
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+PENALIZED = SamplingParams(
+    temperature=0.8, seed=9, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={3: 2.0}
+)
+PROMPT = [3, 4, 5, 6, 7, 8, 9]
+
+
+def tree(
+    message: verifier_pb2.Committed,
+    tokens: list[int],
+    parents: list[int],
+    scores: list[float] | None = None,
+) -> verifier_pb2.Tree:
+    if scores is None:
+        scores = [0.0] * len(tokens)
+    return verifier_pb2.Tree(
+        session_id=message.session_id, epoch=message.epoch, base_length=message.base_length,
+        draft_id=message.base_length, tokens=tokens, parents=parents, scores=scores,
+    )  # fmt: skip
+
+
+def drafter_that_knows(answer: list[int], wrong: float, seed: int = 0, prompt: int = len(PROMPT)):
+    """Draws bushy trees around the true continuation, wrong with a probability per node."""
+    rng = random.Random(seed)
+
+    def draft(message: verifier_pb2.Committed) -> verifier_pb2.Tree:
+        done = message.base_length - prompt
+        tokens: list[int] = []
+        parents: list[int] = []
+        row = 0
+        for true in answer[done : done + rng.randint(1, 6)]:
+            token = true if rng.random() > wrong else (true + 1) % 48
+            siblings = [token, (token + 7) % 48, (token + 9) % 48][: rng.randint(1, 3)]
+            rng.shuffle(siblings)
+            below = row
+            for sibling in siblings:
+                tokens.append(sibling)
+                parents.append(below)
+                if sibling == token:
+                    row = len(tokens)
+        return tree(message, tokens[: message.node_budget], parents[: message.node_budget])
+
+    return draft
+
+
+def dense_greedy(target: Decoder, prompt: list[int], count: int) -> list[int]:
+    """Plain decoding by the definition: the whole sequence anew for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        cache = target.new_cache(len(tokens))
+        every = torch.arange(len(tokens))
+        segment = Segment(len(tokens), every[:0], every, None)
+        with torch.inference_mode():
+            features = target.forward(
+                torch.tensor(tokens), cache, AttentionBatch(every, every, (segment,))
+            )
+            tokens.append(int(target.logits(features)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 256])
+def test_plain_decoding_equals_running_the_whole_sequence_anew(
+    new_bench, target: Decoder, chunk: int
+) -> None:
+    bench = new_bench(verifier={"prefill_chunk": chunk})
+    bench.open("a", PROMPT)
+    bench.run()
+    assert bench.tokens("a") == dense_greedy(target, PROMPT, 24)
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "top-p", "penalties"]
+)
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_speculation_changes_nothing_but_the_number_of_steps(
+    new_bench, new_link, params: SamplingParams, wrong: float
+) -> None:
+    stopping = StoppingParams(max_tokens=60, ignore_eos=True)
+    plain = new_bench()
+    plain.open("a", PROMPT, params, stopping)
+    plain.run()
+    answer = plain.tokens("a")
+    assert len(set(answer)) > 5, "a degenerate target proves nothing"
+    bench = new_bench()
+    bench.open("a", PROMPT, params, stopping)
+    link = new_link(bench.engine, drafter_that_knows(answer, wrong))
+    link.join("a")
+    bench.run()
+    assert bench.tokens("a") == answer
+    stats = bench.events["a"][-1].stats
+    if wrong < 1.0:
+        assert stats.accepted_nodes > 10
+    steps = stats.speculative_steps + stats.plain_steps
+    assert steps + stats.accepted_nodes in (59, 60)
+
+
+def test_logprobs_are_the_same_with_and_without_speculation(new_bench, new_link) -> None:
+    params = SamplingParams(temperature=0.0, logprobs=2)
+    plain = new_bench()
+    plain.open("a", PROMPT, params)
+    plain.run()
+    bench = new_bench()
+    bench.open("a", PROMPT, params)
+    new_link(bench.engine, drafter_that_knows(plain.tokens("a"), 0.2)).join("a")
+    bench.run()
+    wanted = [entry for event in plain.events["a"] for entry in event.logprobs]
+    got = [entry for event in bench.events["a"] for entry in event.logprobs]
+    assert [entry.token for entry in got] == plain.tokens("a")
+    # The products of fp32 matrices in torch depend on the number of rows in the last bits.
+    assert [e.logprob for e in got] == pytest.approx([e.logprob for e in wanted], abs=1e-5)
+
+
+def test_many_sessions_in_one_batch_answer_as_if_alone(new_bench, new_link) -> None:
+    prompts = {f"s{index}": [index + 2, *range(5, 5 + index)] for index in range(8)}
+    alone: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        bench = new_bench()
+        bench.open(name, prompt, SAMPLED)
+        bench.run()
+        alone[name] = bench.tokens(name)
+    bench = new_bench()
+
+    def draft(message: verifier_pb2.Committed) -> verifier_pb2.Tree:
+        name = message.session_id
+        known = drafter_that_knows(alone[name], 0.3, message.base_length, len(prompts[name]))
+        return known(message)
+
+    link = new_link(bench.engine, draft)
+    for name, prompt in prompts.items():
+        bench.open(name, prompt, SAMPLED)
+        link.join(name)
+    bench.run()
+    assert {name: bench.tokens(name) for name in prompts} == alone
+
+
+@pytest.mark.parametrize("cut", [1, 5, 23])
+def test_a_resumed_session_goes_on_as_if_nothing_had_happened(new_bench, cut: int) -> None:
+    whole = new_bench()
+    whole.open("a", PROMPT, PENALIZED)
+    whole.run()
+    answer = whole.tokens("a")
+    resumed = new_bench()
+    resumed.open("a", PROMPT, PENALIZED, epoch=2, committed=tuple(answer[:cut]))
+    resumed.run()
+    assert resumed.tokens("a") == answer[cut:]
+
+
+def test_preemption_and_waiting_change_no_output(new_bench) -> None:
+    prompts = {f"s{index}": [index + 2] * 9 for index in range(12)}
+    stopping = StoppingParams(max_tokens=40, ignore_eos=True)
+    alone: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        bench = new_bench()
+        bench.open(name, prompt, SAMPLED, stopping)
+        bench.run()
+        alone[name] = bench.tokens(name)
+    tight = new_bench(verifier={"kv_slots": 150})
+    for name, prompt in prompts.items():
+        tight.open(name, prompt, SAMPLED, stopping)
+    tight.run()
+    assert {name: tight.tokens(name) for name in prompts} == alone
+    assert tight.engine.metrics.preemptions._value.get() > 0
+
+
+Message = verifier_pb2.Committed
+
+
+def too_many(message: Message) -> verifier_pb2.Tree:
+    return tree(message, list(range(40)) * 2, [0] * 80)
+
+
+def not_a_number(message: Message) -> verifier_pb2.Tree:
+    return tree(message, [1], [0], [float("nan")])
+
+
+def out_of_vocabulary(message: Message) -> verifier_pb2.Tree:
+    return tree(message, [48], [0])
+
+
+def orphan(message: Message) -> verifier_pb2.Tree:
+    return tree(message, [1, 2], [2, 0])
+
+
+def from_the_future(message: Message) -> verifier_pb2.Tree:
+    ahead = tree(message, [1], [0])
+    ahead.base_length += 5
+    return ahead
+
+
+def inside_of_the_prompt(message: Message) -> verifier_pb2.Tree:
+    behind = tree(message, [1], [0])
+    behind.base_length = 2
+    return behind
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [too_many, not_a_number, out_of_vocabulary, orphan, from_the_future, inside_of_the_prompt],
+)
+def test_a_malformed_tree_is_refused_and_the_session_goes_on(
+    new_bench, new_link, target: Decoder, hostile: Callable[[Message], verifier_pb2.Tree]
+) -> None:
+    bench = new_bench()
+    bench.open("a", PROMPT)
+    link = new_link(bench.engine, hostile)
+    link.join("a")
+    bench.run()
+    assert bench.tokens("a") == dense_greedy(target, PROMPT, 24)
+    assert bench.events["a"][-1].stats.malformed_drafts == len(link.sent("refused")) == 23
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_random_drafters_gateways_and_cancels_never_change_an_answer(
+    new_bench_module, seed: int
+) -> None:
+    """Trees late, stale, malformed, of old epochs; joins, leaves, cancels, a tight pool."""
+    make, link_type, target = new_bench_module
+    rng = random.Random(seed)
+    answer = ANSWERS.setdefault("a", dense_greedy(target, PROMPT, 40))
+    bench = make(
+        verifier={"kv_slots": rng.choice([140, 400]), "prefill_chunk": rng.choice([2, 64])},
+        guard={"enter": rng.choice([1, 48]), "exit": 1, "dwell_seconds": 0.0},
+    )
+    engine = bench.engine
+    late: list[verifier_pb2.Tree] = []
+    know = drafter_that_knows(answer, 0.3, seed)
+
+    def draft(message: Message) -> verifier_pb2.Tree | verifier_pb2.Pass | None:
+        drawn = know(message)
+        kind = rng.random()
+        if kind < 0.2:
+            late.append(drawn)
+            return None
+        if kind < 0.3:
+            return rng.choice([too_many, orphan, from_the_future])(message)
+        if kind < 0.4:
+            return verifier_pb2.Pass(
+                session_id=message.session_id, epoch=message.epoch, base_length=message.base_length
+            )
+        return drawn
+
+    links = [link_type(engine, draft, name=str(index)) for index in range(2)]
+    names = [f"s{index}" for index in range(rng.randint(1, 4))]
+    open_sessions = {
+        name: bench.open(name, PROMPT, stopping=StoppingParams(max_tokens=40, ignore_eos=True))
+        for name in names
+    }
+    cancelled: set[str] = set()
+    epochs = iter(range(2, 10**6))
+    for _ in range(300):
+        action = rng.random()
+        name = rng.choice(names)
+        link = rng.choice(links)
+        if action < 0.1:
+            link.known.pop(name, None)
+            link.join(name, next(epochs))
+        elif action < 0.15:
+            engine.post(lambda link=link: engine.lose(link))
+        elif action < 0.2 and late:
+            message = late.pop(0)
+            engine.post(lambda link=link, message=message: engine.receive_tree(link, message))
+        elif action < 0.21:
+            cancelled.add(name)
+            engine.post(lambda s=open_sessions[name]: engine.cancel(s))
+        engine.step(block=False)
+        engine.check_integrity()
+    engine.guard.update(0, 1e18)
+    bench.run()
+    for name in names:
+        got = bench.tokens(name)
+        assert got == answer[: len(got)]
+        assert name in cancelled or len(got) == 40
+
+
+ANSWERS: dict[str, list[int]] = {}
+
+
+@pytest.fixture(scope="module")
+def new_bench_module(request: pytest.FixtureRequest):
+    module = request.config.pluginmanager
+    conftest = next(p for p in module.get_plugins() if hasattr(p, "tiny_decoder"))
+    return conftest.make_bench, conftest.Link, conftest.tiny_decoder()
+
+
+def test_a_cancel_frees_the_slots_before_the_next_pass(new_bench) -> None:
+    bench = new_bench()
+    session = bench.open("a", PROMPT)
+    bench.engine.step(block=False)
+    assert bench.engine.slots.used > 0
+    passes = bench.engine.timings.passes
+    bench.engine.post(lambda: bench.engine.cancel(session))
+    bench.engine.step(block=False)
+    assert (bench.engine.slots.used, bench.engine.timings.passes) == (0, passes)
+
+
+def test_above_the_threshold_decoding_is_plain_and_no_draft_is_asked_for(
+    new_bench, new_link
+) -> None:
+    bench = new_bench(guard={"enter": 2, "exit": 2, "dwell_seconds": 0.0})
+    names = ["a", "b", "c"]
+    link = new_link(bench.engine, lambda message: tree(message, [1], [0]))
+    for name in names:
+        bench.open(name, PROMPT, stopping=StoppingParams(max_tokens=20, ignore_eos=True))
+        link.join(name)
+    bench.run()
+    for name in names:
+        decoded = [event.mode for event in bench.events[name] if event.tokens][1:]
+        assert set(decoded) == {common_pb2.DECODING_MODE_GUARDED}
+    assert not link.sent("committed")
+    assert len(link.sent("paused")) == 3
+
+
+def test_after_the_guard_the_drafter_catches_up_without_pushed_features(
+    new_bench, new_link
+) -> None:
+    bench = new_bench(guard={"enter": 2, "exit": 2, "dwell_seconds": 0.0})
+    link = new_link(bench.engine, lambda message: tree(message, [1], [0]))
+    bench.open("long", PROMPT, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
+    link.join("long")
+    for _ in range(5):
+        bench.engine.step(block=False)
+    for name in ("short", "other"):
+        bench.open(name, PROMPT, stopping=StoppingParams(max_tokens=4, ignore_eos=True))
+    bench.run()
+    committed = [item.committed for item in link.sent("committed")]
+    # Message ranges join up without a gap, over the guarded stretch too.
+    assert [c.start for c in committed[1:]] == [c.base_length for c in committed[:-1]]
+    gap = [c for c in committed[1:] if c.base_length - c.start > 2]
+    assert len(gap) == 1
+    assert gap[0].features == b""
+    modes = {event.mode for event in bench.events["long"]}
+    assert common_pb2.DECODING_MODE_GUARDED in modes
+    assert common_pb2.DECODING_MODE_SPECULATIVE in modes
+
+
+def test_a_drafter_that_never_answers_is_soon_not_awaited(new_bench, new_link) -> None:
+    bench = new_bench()
+    link = new_link(bench.engine, lambda message: None)
+    bench.engine.plain_step = 0.001
+    bench.open("a", PROMPT)
+    link.join("a")
+    while "a" not in bench.engine.sessions:
+        bench.engine.step(block=False)
+    while bench.engine.sessions:
+        bench.engine.step()
+    assert bench.events["a"][-1].stats.missed_drafts == 3
+
+
+def test_pushed_features_are_the_rows_of_the_new_positions(new_bench, new_link, target) -> None:
+    bench = new_bench()
+    bench.open("a", PROMPT)
+    answer = dense_greedy(target, PROMPT, 24)
+    link = new_link(bench.engine, drafter_that_knows(answer, 0.3))
+    link.join("a")
+    bench.run()
+    rows: dict[int, torch.Tensor] = {}
+    for item in link.sent("committed"):
+        message = item.committed
+        values = torch.tensor(struct.unpack(f"<{len(message.features) // 4}f", message.features))
+        for index, row in enumerate(values.view(-1, target.config.hidden_size)):
+            rows[message.features_from + index] = row
+        assert len(values) == 32 * (message.base_length - 1 - message.features_from)
+    every = torch.arange(len(PROMPT) + 23)
+    cache = target.new_cache(len(every))
+    batch = AttentionBatch(every, every, (Segment(len(every), every[:0], every, None),))
+    wanted = target.forward(torch.tensor(PROMPT + answer[:-1]), cache, batch)
+    assert sorted(rows) == list(range(len(PROMPT), max(rows) + 1))
+    for position, row in rows.items():
+        torch.testing.assert_close(row, wanted[position], atol=1e-4, rtol=1e-4)
+
+
+def test_a_stop_token_inside_of_an_accepted_run_ends_the_answer_there(
+    new_bench, new_link, target: Decoder
+) -> None:
+    answer = dense_greedy(target, PROMPT, 24)
+    stop = answer[9]
+    first = answer.index(stop)
+    bench = new_bench()
+    stopping = StoppingParams(max_tokens=24, stop_token_ids=(stop,), ignore_eos=True)
+    bench.open("a", PROMPT, stopping=stopping)
+    new_link(bench.engine, drafter_that_knows(answer, 0.0)).join("a")
+    bench.run()
+    assert bench.tokens("a") == answer[: first + 1]
+    finish = bench.events["a"][-1].finish
+    assert (finish.reason.value, finish.by) == ("stop", str(stop))
+
+
+def test_a_second_session_of_the_same_id_needs_a_higher_epoch(new_bench) -> None:
+    bench = new_bench()
+    bench.open("a", PROMPT, epoch=3)
+    bench.engine.step(block=False)
+    bench.open("a", PROMPT, epoch=3)
+    bench.engine.step(block=False)
+    assert bench.events["a"][-1].error is None or "epoch 3" in str(bench.events["a"][-1].error)
+    errors = [event.error for event in bench.events["a"] if event.error]
+    assert len(errors) == 1
+    bench.open("a", PROMPT, epoch=4)
+    bench.run()
+    assert len([event for event in bench.events["a"] if event.error]) == 2
+
+
+def test_too_many_sessions_are_refused(new_bench) -> None:
+    bench = new_bench(verifier={"max_sessions": 1})
+    bench.open("a", PROMPT)
+    bench.open("b", PROMPT)
+    bench.engine.step(block=False)
+    assert "1 sessions already" in str(bench.events["b"][0].error)
+    bench.run()

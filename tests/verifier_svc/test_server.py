@@ -1,0 +1,218 @@
+"""The verifier's door over real gRPC, with a tiny random target behind it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import tokenizers
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+
+from coppice.tokenizer import Tokenizer
+from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_svc.server import VerifierServicer
+
+PROMPT = [3, 4, 5, 6, 7, 8, 9]
+SECONDS = 20.0
+
+
+@dataclass
+class Served:
+    stub: "verifier_pb2_grpc.VerifierAsyncStub"
+    bench: object
+
+    def run(self, **fields: object):
+        sampling = fields.pop("sampling", common_pb2.SamplingParams(temperature=0.0, seed=1))
+        stopping = fields.pop("stopping", common_pb2.StoppingParams(max_tokens=24, ignore_eos=True))
+        request = verifier_pb2.RunRequest(
+            **{"session_id": "a", "epoch": 1, "prompt": PROMPT, "speculation": True, **fields},
+            sampling=sampling,
+            stopping=stopping,
+        )
+        return self.stub.Run(request, timeout=SECONDS)
+
+
+@pytest.fixture
+async def served(new_bench, tmp_path: Path) -> AsyncIterator[Served]:
+    # Token i reads "wi ": single letters would make stop strings match everywhere.
+    words = tokenizers.Tokenizer(WordLevel({f"w{i} ": i for i in range(48)}, unk_token="w0 "))
+    words.decoder = Fuse()
+    words.save(str(tmp_path / "tokenizer.json"))
+    bench = new_bench()
+    model = bench.engine.runner.model
+    info = common_pb2.ModelInfo(
+        model="tiny", target_hash="hash", vocab_size=48, hidden_size=32, max_context=200
+    )
+    server = grpc.aio.server()
+    servicer = VerifierServicer(bench.engine, model, Tokenizer.load(tmp_path), info)
+    verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    thread = threading.Thread(target=bench.engine.run)
+    thread.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Served(verifier_pb2_grpc.VerifierStub(channel), bench)
+    bench.engine.stop()
+    await asyncio.to_thread(thread.join)
+    await server.stop(0)
+    bench.engine.check_integrity()
+    assert bench.engine.slots.used == 0
+
+
+async def answer(call) -> tuple[list[int], verifier_pb2.RunEvent]:
+    """All tokens from here on, and the last event."""
+    tokens: list[int] = []
+    last = verifier_pb2.RunEvent()
+    while (event := await call.read()) is not grpc.aio.EOF:
+        tokens += event.tokens
+        last = event
+    return tokens, last
+
+
+async def test_a_session_streams_registered_first_and_its_statistics_last(served: Served) -> None:
+    call = served.run()
+    first = await call.read()
+    assert (list(first.tokens), first.drafter) == ([], verifier_pb2.DRAFTER_STATE_NONE)
+    tokens, last = await answer(call)
+    assert len(tokens) == 24
+    assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert last.stats.plain_steps == 23
+
+
+async def test_a_stop_string_across_tokens_ends_the_answer(served: Served) -> None:
+    tokens, _ = await answer(served.run())
+    stop = f"w{tokens[4]} w{tokens[5]}"
+    text = "".join(f"w{token} " for token in tokens)
+    stopping = common_pb2.StoppingParams(max_tokens=24, ignore_eos=True, stop=["never", stop])
+    stopped, last = await answer(served.run(session_id="b", stopping=stopping))
+    shown = "".join(f"w{token} " for token in stopped)
+    assert stop in shown
+    assert stop not in shown[: -len(f"w{stopped[-1]} ")]
+    assert text.startswith(shown)
+    assert (last.finish_reason, last.stop_reason) == (common_pb2.FINISH_REASON_STOP, stop)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"prompt": []}, "prompt = 0"),
+        ({"prompt": [1] * 200}, "prompt = 200: must be of 1 to 199 tokens"),
+        ({"prompt": [48]}, r"prompt\[0\] = 48"),
+        ({"committed": [99]}, r"committed\[0\] = 99"),
+        ({"committed": [1] * 24}, "committed = 24"),
+        ({"session_id": ""}, "session_id"),
+        ({"sampling": common_pb2.SamplingParams(temperature=-1.0, seed=1)}, "sampling.temperature"),
+        ({"sampling": common_pb2.SamplingParams(top_p=0.0, seed=1)}, "sampling.top_p"),
+        ({"sampling": common_pb2.SamplingParams()}, "sampling.seed"),
+        ({"stopping": common_pb2.StoppingParams(stop_token_ids=[48])}, "stop_token_ids"),
+        ({"stopping": common_pb2.StoppingParams(max_tokens=0)}, "stopping.max_tokens"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_name(
+    served: Served, fields: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=complaint) as error:
+        await answer(served.run(**fields))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def hello(**fields: object) -> verifier_pb2.DraftMessage:
+    item = verifier_pb2.Hello(
+        **{
+            "protocol_version": 1, "drafter_id": "d", "head": "h",
+            "features": verifier_pb2.FEATURE_KIND_FINAL, "hidden_size": 32, "vocab_size": 48,
+            **fields,
+        }
+    )  # fmt: skip
+    return verifier_pb2.DraftMessage(items=[verifier_pb2.DraftItem(hello=item)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"hidden_size": 64}, "hidden size: drafter d with head h has 64, verifier of tiny has 32"),
+        ({"vocab_size": 50}, "vocabulary: .* has 50, .* has 48"),
+        ({"target_hash": "other"}, "target: .* has other, .* has hash"),
+        ({"protocol_version": 2}, "protocol version: .* has 2, .* has 1"),
+        ({"features": 9}, "features of kind 9"),
+    ],
+)
+async def test_a_drafter_that_does_not_fit_is_refused_with_both_sides_named(
+    served: Served, fields: dict[str, object], complaint: str
+) -> None:
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(hello(**fields))
+    with pytest.raises(grpc.aio.AioRpcError, match=complaint) as error:
+        await call.read()
+    assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_stream_that_does_not_begin_with_hello_is_refused(served: Served) -> None:
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(verifier_pb2.DraftMessage())
+    with pytest.raises(grpc.aio.AioRpcError, match="a Hello"):
+        await call.read()
+
+
+async def test_a_drafter_joins_drafts_pulls_features_and_leaves(served: Served) -> None:
+    wanted, _ = await answer(served.run(session_id="plain"))
+    run = served.run(stopping=common_pb2.StoppingParams(max_tokens=150, ignore_eos=True))
+    await run.read()
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(hello())
+    welcome = (await call.read()).items[0].welcome
+    assert welcome.model.model == "tiny"
+    join = verifier_pb2.Join(session_id="a", epoch=2)
+    await call.write(verifier_pb2.DraftMessage(items=[verifier_pb2.DraftItem(join=join)]))
+    committed = (await call.read()).items[0].committed
+    assert committed.start == 0
+    assert list(committed.tokens)[:7] == PROMPT
+    request = verifier_pb2.FeatureRequest(session_id="a", epoch=2, start=0, end=7)
+    chunks = [chunk async for chunk in served.stub.Features(request, timeout=SECONDS)]
+    assert sum(chunk.rows for chunk in chunks) == 7
+    assert sum(len(chunk.data) for chunk in chunks) == 7 * 32 * 4
+    request.end = 190
+    with pytest.raises(grpc.aio.AioRpcError, match="not computed") as error:
+        [chunk async for chunk in served.stub.Features(request, timeout=SECONDS)]
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
+    call.cancel()
+    tokens, last = await answer(run)
+    assert tokens[:24] == wanted
+    assert last.drafter == verifier_pb2.DRAFTER_STATE_LOST
+
+
+async def test_joining_an_unknown_session_is_answered_with_closed(served: Served) -> None:
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(hello())
+    await call.read()
+    join = verifier_pb2.Join(session_id="nobody", epoch=2)
+    await call.write(verifier_pb2.DraftMessage(items=[verifier_pb2.DraftItem(join=join)]))
+    closed = (await call.read()).items[0].closed
+    assert (closed.session_id, closed.reason) == ("nobody", "unknown session")
+    call.cancel()
+
+
+async def test_a_client_that_leaves_frees_its_slots(served: Served) -> None:
+    run = served.run(stopping=common_pb2.StoppingParams(max_tokens=150, ignore_eos=True))
+    await run.read()
+    await run.read()
+    run.cancel()
+    # The next session's passes come after the cancel.
+    await answer(served.run(session_id="b"))
+    assert "a" not in served.bench.engine.sessions
+
+
+async def test_draining_lets_sessions_finish_and_takes_no_new_ones(served: Served) -> None:
+    run = served.run()
+    await run.read()
+    drain = served.stub.Drain(verifier_pb2.DrainRequest(grace_seconds=15), timeout=SECONDS)
+    tokens, _ = await answer(run)
+    assert len(tokens) == 24
+    assert (await drain).unfinished == 0
+    with pytest.raises(grpc.aio.AioRpcError, match="draining") as error:
+        await answer(served.run(session_id="b"))
+    assert error.value.code() == grpc.StatusCode.UNAVAILABLE

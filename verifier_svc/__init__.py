@@ -1,0 +1,1 @@
+"""The target model's engine, and its service."""

@@ -1,0 +1,285 @@
+"""The loop that owns all sessions: messages in, one forward pass, commits out.
+
+Everything but `post` runs on the engine's own thread, so nothing here is locked.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from coppice.errors import CoppiceError, MalformedDraft, NotFound, ResourceExhausted, Unavailable
+from coppice.settings import Settings
+from coppice.slots import SlotAllocator
+from coppice.tree import MAX_ROWS
+from protos import verifier_pb2
+from verifier_svc import drafting, scheduler, stepping
+from verifier_svc.guard import Guard, node_budget
+from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.runner import Runner
+from verifier_svc.session import DraftLink, Session, StepEvent
+
+# How fast the measured time of a plain step follows.
+_STEP_WEIGHT = 0.1
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds spent, summed over passes; read by the benchmarks."""
+
+    passes: int = 0
+    wait: float = 0.0  # for drafts and messages, with sessions running
+    plan: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0  # sample, walk, tell
+
+
+@dataclass(slots=True)
+class Engine:
+    runner: Runner
+    settings: Settings
+    metrics: VerifierMetrics
+    sessions: dict[str, Session] = field(default_factory=dict[str, Session])
+    draining: bool = False
+    timings: Timings = field(default_factory=Timings)
+    plain_step: float = 0.0  # seconds, running mean
+
+    slots: SlotAllocator = field(init=False)
+    guard: Guard = field(init=False)
+    _limits: scheduler.Limits = field(init=False)
+    _features: drafting.FeatureSource = field(init=False)
+    _inbox: deque[Callable[[], None]] = field(default_factory=deque[Callable[[], None]])
+    _wake: threading.Condition = field(default_factory=threading.Condition)
+    _stopping: bool = False
+
+    def __post_init__(self) -> None:
+        verifier = self.settings.verifier
+        self.slots = SlotAllocator(verifier.kv_slots)
+        self.guard = Guard(self.settings.guard)
+        self._limits = scheduler.Limits(verifier.prefill_chunk, verifier.row_budget, MAX_ROWS)
+        dtype = str(self.runner.model.dtype).removeprefix("torch.")
+        self._features = drafting.FeatureSource(self.runner.read_features, dtype)
+
+    # ---- from any thread ---------------------------------------------------
+
+    def post(self, message: Callable[[], None]) -> None:
+        """Runs `message` on the engine's thread before the next pass."""
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        def set_stopping() -> None:
+            self._stopping = True
+
+        self.post(set_stopping)
+
+    # ---- the loop ----------------------------------------------------------
+
+    def run(self) -> None:
+        """Serves until `stop`. Whatever ends it, every session is told."""
+        try:
+            while not self._stopping:
+                self.step()
+        finally:
+            for session in list(self.sessions.values()):
+                self.close(session, Unavailable("the verifier stopped; try again"))
+
+    def step(self, block: bool = True) -> bool:
+        """Takes all messages, then runs one pass, or waits for what a pass still needs.
+
+        Returns whether a pass was run. With `block` false it never waits.
+        """
+        self._take_messages()
+        if self._stopping:
+            return False
+        now = time.monotonic()
+        closed = self.guard.update(len(self.sessions), now)
+        self._drop_late_drafts(now, closed)
+        planned = scheduler.plan(list(self._views()), self.slots.free, self._limits, now)
+        for name in planned.preempted:
+            self._preempt(self.sessions[name])
+        for name in planned.admitted:
+            self.sessions[name].waiting = False
+        if planned.shares:
+            self.timings.plan += time.monotonic() - now
+            stepping.run_pass(self, planned.shares)
+        elif block and not planned.preempted:
+            self._wait(planned.wait_until)
+            if self.sessions:
+                self.timings.wait += time.monotonic() - now
+        self.metrics.observe_state(self)
+        return bool(planned.shares)
+
+    def _take_messages(self) -> None:
+        while True:
+            with self._wake:
+                if not self._inbox:
+                    return
+                message = self._inbox.popleft()
+            message()
+
+    def _wait(self, until: float | None) -> None:
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        with self._wake:
+            self._wake.wait_for(lambda: bool(self._inbox), timeout)
+
+    def _views(self) -> Iterator[scheduler.SessionView]:
+        for session in self.sessions.values():
+            tree = session.draft.tree
+            yield scheduler.SessionView(
+                session.session_id,
+                session.waiting,
+                session.pending,
+                len(session.slots),
+                len(tree) if tree is not None else 0,
+                session.draft.awaited_until,
+            )
+
+    def _drop_late_drafts(self, now: float, guarded: bool) -> None:
+        """Ends the waiting for trees: of all sessions once the first one's time is over."""
+        awaited = [s for s in self.sessions.values() if s.draft.awaited_until is not None]
+        if guarded:
+            for session in self.sessions.values():
+                session.draft.forget_tree()
+        elif any((session.draft.awaited_until or now) <= now for session in awaited):
+            for session in awaited:
+                drafting.miss(session)
+
+    def _preempt(self, session: Session) -> None:
+        self.slots.release(session.slots)
+        session.slots.clear()
+        session.waiting = True
+        session.draft.forget_tree()
+        self.metrics.preemptions.inc()
+
+    # ---- gateways ----------------------------------------------------------
+
+    def open(self, session: Session) -> None:
+        """Takes in a session; a higher epoch replaces the one of the same id."""
+        old = self.sessions.get(session.session_id)
+        if old is not None and old.draft.epoch >= session.draft.epoch:
+            epoch = old.draft.epoch
+            message = f"session {session.session_id} is open with epoch {epoch}, not below"
+            session.sink(StepEvent(error=ResourceExhausted(message)))
+            return
+        if old is not None:
+            self.close(old, Unavailable("replaced by a newer attachment"))
+        if self.draining:
+            session.sink(StepEvent(error=Unavailable("draining; try another verifier")))
+        elif len(self.sessions) >= self.settings.verifier.max_sessions:
+            message = f"{len(self.sessions)} sessions already; try again later"
+            session.sink(StepEvent(error=ResourceExhausted(message)))
+        else:
+            self.sessions[session.session_id] = session
+            session.sink(StepEvent())
+
+    def cancel(self, session: Session) -> None:
+        """The gateway has left: slots are free before the next pass."""
+        if self.sessions.get(session.session_id) is session:
+            self.close(session, None)
+
+    def close(self, session: Session, error: CoppiceError | None) -> None:
+        """Frees everything that a session holds; tells its drafter, and its gateway of an error."""
+        del self.sessions[session.session_id]
+        self.slots.release(session.slots)
+        session.slots.clear()
+        drafting.tell_closed(session, str(error) if error else "over")
+        if error is not None:
+            session.sink(StepEvent(error=error))
+
+    def drain(self) -> None:
+        self.draining = True
+
+    # ---- drafters ----------------------------------------------------------
+
+    def join(self, link: DraftLink, message: verifier_pb2.Join) -> None:
+        session = self.sessions.get(message.session_id)
+        if session is None or not drafting.join(session, link, message.epoch):
+            reason = "unknown session" if session is None else "a newer attachment stands"
+            closed = verifier_pb2.Closed(
+                session_id=message.session_id, epoch=message.epoch, reason=reason
+            )
+            link.send(verifier_pb2.VerifierItem(closed=closed))
+        elif session.pending == 1:
+            self.tell_committed(session, 0)
+
+    def _of(self, link: DraftLink, session_id: str, epoch: int) -> Session | None:
+        """The session, if this drafter is its current one."""
+        session = self.sessions.get(session_id)
+        if session is None or session.draft.link is not link or session.draft.epoch != epoch:
+            return None
+        return session
+
+    def receive_tree(self, link: DraftLink, message: verifier_pb2.Tree) -> None:
+        session = self._of(link, message.session_id, message.epoch)
+        if session is None:
+            self.metrics.stale_drafts.inc()
+            return
+        stale = session.stats.stale_drafts
+        try:
+            drafting.receive_tree(session, message, self.runner.model.config.vocab_size)
+        except MalformedDraft as error:
+            session.stats.malformed_drafts += 1
+            session.draft.awaited_until = None
+            self.metrics.malformed_drafts.inc()
+            refused = verifier_pb2.Refused(
+                session_id=message.session_id,
+                epoch=message.epoch,
+                draft_id=message.draft_id,
+                reason=str(error),
+            )
+            link.send(verifier_pb2.VerifierItem(refused=refused))
+        self.metrics.stale_drafts.inc(session.stats.stale_drafts - stale)
+
+    def receive_pass(self, link: DraftLink, message: verifier_pb2.Pass) -> None:
+        session = self._of(link, message.session_id, message.epoch)
+        if session is not None:
+            drafting.receive_pass(session, message.base_length)
+
+    def leave(self, link: DraftLink, message: verifier_pb2.Leave) -> None:
+        session = self._of(link, message.session_id, message.epoch)
+        if session is not None:
+            drafting.leave(session)
+
+    def lose(self, link: DraftLink) -> None:
+        """A drafter's stream broke: its sessions go on plainly at once."""
+        for session in self.sessions.values():
+            if session.draft.link is link:
+                drafting.leave(session)
+                session.sink(StepEvent(drafter=session.drafter_state))
+
+    def read_features(self, message: verifier_pb2.FeatureRequest) -> bytes:
+        """Rows [start, end) of a session's features. Raises NotFound when they are not there."""
+        session = self.sessions.get(message.session_id)
+        if session is None or session.draft.epoch != message.epoch:
+            raise NotFound(f"session {message.session_id}, epoch {message.epoch}: not here")
+        if not message.start < message.end <= len(session.slots):
+            shown = f"[{message.start}, {message.end}) of {len(session.slots)}"
+            raise NotFound(f"features {shown}: not computed")
+        return self.runner.read_features(session.slots[message.start : message.end])
+
+    def tell_committed(self, session: Session, accepted: int) -> None:
+        decoding = sum(not other.waiting for other in self.sessions.values())
+        budget = node_budget(
+            self.settings.speculation.nodes, self.settings.verifier.row_budget, decoding
+        )
+        drafting.tell_committed(
+            session,
+            0 if self.guard.closed else budget,
+            accepted,
+            self.plain_step,
+            time.monotonic(),
+            self._features,
+        )
+
+    # ---- measurements ------------------------------------------------------
+
+    def observe_plain_step(self, seconds: float) -> None:
+        weight = _STEP_WEIGHT if self.plain_step else 1.0
+        self.plain_step += weight * (seconds - self.plain_step)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every slot is free or owned by exactly one session."""
+        self.slots.check_integrity(session.slots for session in self.sessions.values())

@@ -1,0 +1,91 @@
+"""What a verifier tells Prometheus."""
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from coppice.acceptance import Walk
+from coppice.tree import DraftTree
+
+if TYPE_CHECKING:
+    from verifier_svc.engine import Engine
+
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6)
+_MEAN_WEIGHT = 0.02
+
+
+class VerifierMetrics:
+    """One registry for one engine; every series carries the worker's name."""
+
+    def __init__(self, worker: str) -> None:
+        self.registry = CollectorRegistry()
+        self._worker = worker
+        self.queue_depth = self._gauge("queue_depth", "Sequences running and waiting")
+        self.guard_mode = self._gauge("guard_mode", "1 while the guard holds decoding plain")
+        self.kv_slots_used = self._gauge("kv_slots_used", "Token slots in use")
+        self.kv_slots_total = self._gauge("kv_slots_total", "Token slots of the pool")
+        self.acceptance_rate = self._gauge(
+            "speculative_acceptance_rate",
+            "Accepted drafted tokens over the depth of the trees offered, running mean",
+        )
+        self.tokens_per_step = self._gauge(
+            "speculative_tokens_per_step", "Tokens committed per verification, running mean"
+        )
+        self.accepted_length = self._histogram(
+            "speculative_accepted_length", "Drafted tokens accepted per tree", tuple(range(13))
+        )
+        self.accepted_at = Counter(
+            "coppice_speculative_accepted_tokens_per_position",
+            "Accepted drafted tokens by depth",
+            ["worker", "position"],
+            registry=self.registry,
+        )
+        self.verify_latency = self._histogram(
+            "verify_latency_seconds", "One forward pass of the target", _SECONDS
+        )
+        self.committed_tokens = self._counter("committed_tokens", "Tokens committed")
+        self.stale_drafts = self._counter("stale_drafts", "Trees that came too late")
+        self.malformed_drafts = self._counter("malformed_drafts", "Trees that broke the contract")
+        self.preemptions = self._counter("preemptions", "Sessions whose slots were taken back")
+        self._mean_rate: float | None = None
+        self._mean_tokens: float | None = None
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"coppice_{name}", text, ["worker"], registry=self.registry)
+        return gauge.labels(self._worker)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        counter = Counter(f"coppice_{name}", text, ["worker"], registry=self.registry)
+        return counter.labels(self._worker)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"coppice_{name}", text, ["worker"], registry=self.registry, buckets=buckets
+        )
+        return histogram.labels(self._worker)
+
+    def observe_step(self, tree: DraftTree, walked: Walk) -> None:
+        self.committed_tokens.inc(len(walked.tokens))
+        if not len(tree):
+            return
+        self.accepted_length.observe(walked.accepted)
+        for position in range(1, walked.accepted + 1):
+            self.accepted_at.labels(self._worker, str(position)).inc()
+        self._mean_rate = _mean(self._mean_rate, walked.accepted / max(tree.depths()))
+        self._mean_tokens = _mean(self._mean_tokens, len(walked.tokens))
+        self.acceptance_rate.set(self._mean_rate)
+        self.tokens_per_step.set(self._mean_tokens)
+
+    def observe_state(self, engine: "Engine") -> None:
+        self.queue_depth.set(len(engine.sessions))
+        self.guard_mode.set(engine.guard.closed)
+        self.kv_slots_used.set(engine.slots.used)
+        self.kv_slots_total.set(engine.slots.capacity)
+
+    def text(self) -> str:
+        """All series in Prometheus' exposition format."""
+        return generate_latest(self.registry).decode()
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _MEAN_WEIGHT * (value - mean)

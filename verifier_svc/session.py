@@ -1,0 +1,112 @@
+"""One sequence at the verifier: its tokens, its slots, and its draft."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coppice.errors import CoppiceError
+from coppice.request import SamplingParams
+from coppice.sampler import Sampler
+from coppice.stopping import Finish, Stopper
+from coppice.tree import MAX_ROWS, DraftTree
+from protos import common_pb2, verifier_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """What a session tells its gateway after a step; an empty one says that it is registered."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    mode: common_pb2.DecodingMode.ValueType = common_pb2.DECODING_MODE_UNSPECIFIED
+    nodes: int = 0
+    accepted: int = 0
+    drafter: verifier_pb2.DrafterState.ValueType = verifier_pb2.DRAFTER_STATE_NONE
+    finish: Finish | None = None
+    stats: common_pb2.SpeculationStats | None = None
+    error: CoppiceError | None = None  # the session is over without an answer
+
+
+class DraftLink(Protocol):
+    """The verifier's side of one drafter's stream. Calls never block."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def wants_features(self) -> bool: ...
+    def send(self, item: verifier_pb2.VerifierItem) -> None: ...
+
+
+@dataclass(slots=True)
+class DraftState:
+    """What the verifier knows of a session's drafter. Only messages of `epoch` count."""
+
+    epoch: int
+    link: DraftLink | None = None
+    lost: bool = False  # a drafter was there and is gone
+    known: int = 0  # committed tokens that the drafter has been told
+    told_paused: bool = False
+    tree: DraftTree | None = None
+    draft_id: int = 0
+    awaited_until: float | None = None
+    benched: bool = False  # not awaited until a tree arrives in time by itself
+    strikes: int = 0
+    extra_tokens: float = 1.0  # running mean of accepted tokens of its trees
+
+    def forget_tree(self) -> None:
+        self.tree = None
+        self.draft_id = 0
+        self.awaited_until = None
+
+
+@dataclass(slots=True)
+class Session:
+    """Invariant: 0 <= len(slots) < len(tokens); tokens[len(slots):] have no KV yet."""
+
+    session_id: str
+    params: SamplingParams
+    tokens: list[int]  # prompt and committed
+    prompt_length: int
+    sampler: Sampler
+    stopper: Stopper
+    sink: Callable[[StepEvent], None]
+    speculation: bool
+    draft: DraftState
+    slots: list[int] = field(default_factory=list[int])
+    waiting: bool = True
+    stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - len(self.slots)
+
+    @property
+    def drafter_state(self) -> verifier_pb2.DrafterState.ValueType:
+        if self.draft.link is not None:
+            return verifier_pb2.DRAFTER_STATE_JOINED
+        if self.draft.lost:
+            return verifier_pb2.DRAFTER_STATE_LOST
+        return verifier_pb2.DRAFTER_STATE_NONE
+
+    def count_step(self, tree: DraftTree, accepted: int, guarded: bool) -> None:
+        """Takes one decoding step into the statistics."""
+        stats = self.stats
+        if not len(tree):
+            stats.guarded_steps += guarded
+            stats.plain_steps += not guarded
+            return
+        stats.speculative_steps += 1
+        stats.drafted_nodes += len(tree)
+        stats.accepted_nodes += accepted
+        stats.offered_depth += max(tree.depths())
+        missing = accepted - len(stats.accepted_per_position)
+        stats.accepted_per_position.extend([0] * max(0, min(missing, MAX_ROWS)))
+        for position in range(accepted):
+            stats.accepted_per_position[position] += 1

@@ -1,0 +1,157 @@
+"""One pass of the engine: allocate slots, run the target, walk the trees, commit."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from coppice.acceptance import Walk, walk
+from coppice.sampler import raw_logprobs
+from coppice.stopping import Finish
+from coppice.tree import DraftTree
+from protos import common_pb2
+from verifier_svc import drafting
+from verifier_svc.runner import Rows
+from verifier_svc.scheduler import Share
+from verifier_svc.session import Logprobs, Session, StepEvent
+
+if TYPE_CHECKING:
+    from verifier_svc.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A session's part of the running pass."""
+
+    session: Session
+    tree: DraftTree
+    slots: list[int]  # taken for the rows
+    prefill: bool
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token comes of it: not for the middle of a prompt."""
+        return len(self.slots) >= self.session.pending
+
+
+def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
+    """Runs the planned shares, whose slots fit, and commits what comes of them."""
+    works = [_take(engine, share) for share in shares]
+    started = time.monotonic()
+    logits = engine.runner.run([_rows(work) for work in works])
+    verified = time.monotonic()
+    for work, rows in zip(works, logits, strict=True):
+        _commit(engine, work, rows)
+    done = time.monotonic()
+    engine.timings.passes += 1
+    engine.timings.verify += verified - started
+    engine.timings.commit += done - verified
+    engine.metrics.verify_latency.observe(verified - started)
+    if all(not work.prefill and not len(work.tree) for work in works):
+        engine.observe_plain_step(done - started)
+
+
+def _take(engine: "Engine", share: Share) -> Work:
+    session = engine.sessions[share.session_id]
+    tree = session.draft.tree or DraftTree()
+    tree = tree.trimmed(share.nodes)
+    slots = engine.slots.allocate(share.rows + len(tree))
+    assert slots is not None, "the scheduler planned more slots than there are"
+    return Work(session, tree, slots, prefill=session.pending > 1)
+
+
+def _rows(work: Work) -> Rows:
+    session, start = work.session, len(work.session.slots)
+    if work.prefill:
+        rows = len(work.slots)
+        tokens = session.tokens[start : start + rows]
+        positions = range(start, start + rows)
+        return Rows(tokens, positions, work.slots, session.slots, None, int(work.samples))
+    tokens = [session.tokens[-1], *work.tree.tokens]
+    positions = [start + depth for depth in work.tree.depths()]
+    masks = work.tree.masks()
+    return Rows(tokens, positions, work.slots, session.slots, masks, work.tree.rows)
+
+
+def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
+    session = work.session
+    if not work.samples:
+        session.slots.extend(work.slots)
+        return
+    logprobs: list[Logprobs] = []
+    walked, finish = _walk(session, work.tree, logits, logprobs)
+    if work.prefill:
+        kept = work.slots
+    else:
+        kept = [work.slots[row] for row in walked.rows]
+        engine.slots.release(set(work.slots) - set(kept))
+    session.slots.extend(kept)
+    _report(engine, work, walked, logprobs, finish)
+    if finish is not None:
+        engine.close(session, None)
+    else:
+        engine.tell_committed(session, walked.accepted)
+
+
+def _walk(
+    session: Session, tree: DraftTree, logits: Tensor, logprobs: list[Logprobs]
+) -> tuple[Walk, Finish | None]:
+    """Samples along the tree with logits [rows, vocab]; appends to the session's tokens."""
+    # The argmax of all rows at once equals the sampler's row by row.
+    argmax: list[int] | None = None
+    if session.sampler.is_argmax:
+        argmax = logits.argmax(-1).tolist()
+    finish: Finish | None = None
+
+    def sample(row: int) -> int:
+        if argmax is not None:
+            token = argmax[row]
+        else:
+            token = session.sampler.sample(logits[row], len(session.tokens))
+        if session.params.logprobs is not None:
+            logprobs.append(
+                Logprobs(token, *raw_logprobs(logits[row], token, session.params.logprobs))
+            )
+        return token
+
+    def finished(token: int) -> bool:
+        nonlocal finish
+        session.tokens.append(token)
+        session.sampler.accept(token)
+        finish = session.stopper.push(token)
+        return finish is not None
+
+    return walk(tree, sample, finished), finish
+
+
+def _report(
+    engine: "Engine", work: Work, walked: Walk, logprobs: list[Logprobs], finish: Finish | None
+) -> None:
+    session, tree = work.session, work.tree
+    if work.prefill:
+        mode = common_pb2.DECODING_MODE_PREFILL
+    elif len(tree):
+        mode = common_pb2.DECODING_MODE_SPECULATIVE
+    elif engine.guard.closed:
+        mode = common_pb2.DECODING_MODE_GUARDED
+    else:
+        mode = common_pb2.DECODING_MODE_PLAIN
+    if not work.prefill:
+        session.count_step(tree, walked.accepted, engine.guard.closed)
+        engine.metrics.observe_step(tree, walked)
+    if len(tree):
+        drafting.observe(session, walked.accepted)
+    session.sink(
+        StepEvent(
+            walked.tokens,
+            tuple(logprobs),
+            mode,
+            len(tree),
+            walked.accepted,
+            session.drafter_state,
+            finish,
+            session.stats if finish is not None else None,
+        )
+    )
