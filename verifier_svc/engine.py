@@ -105,11 +105,11 @@ class Engine:
         if planned.shares:
             self.timings.plan += time.monotonic() - now
             stepping.run_pass(self, planned.shares)
-        elif block and not planned.preempted:
+        self.metrics.observe_state(self)
+        if not planned.shares and block and not planned.preempted:
             self._wait(planned.wait_until)
             if self.sessions:
                 self.timings.wait += time.monotonic() - now
-        self.metrics.observe_state(self)
         return bool(planned.shares)
 
     def _take_messages(self) -> None:

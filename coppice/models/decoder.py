@@ -4,7 +4,7 @@ Tensors in, tensors out: a pass takes the rows of a whole batch (trees, single t
 chunks together), writes their K/V into slots and returns their features.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,24 +12,8 @@ from torch import Tensor
 from coppice.models.config import DecoderConfig
 from kernels import ops
 from kernels.batch import AttentionBatch, KVCache
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, with q, k, v and gate, up fused along their outputs."""
-
-    input_norm: Tensor | None  # [hidden]; None: the layer takes its input as it is (EAGLE-1/2)
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    o: Tensor  # [hidden, heads * head_dim]
-    o_bias: Tensor | None
-    post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
+from kernels.layer import LayerSizes, LayerWeights
+from kernels.packed import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +21,7 @@ class DecoderWeights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    lm_head: Weight  # [vocab, hidden]; the embedding itself when tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +33,7 @@ class RotaryTable:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [rows, head_dim / 2] (fp32) of positions [rows]."""
-        angles = positions.float()[:, None] * self.inverse_frequencies[None, :]
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        return ops.rotary_angles(positions, self.inverse_frequencies, self.scale)
 
 
 def new_cache(
@@ -64,7 +47,11 @@ def new_cache(
     )
 
 
-def attention_block(
+def layer_sizes(config: DecoderConfig) -> LayerSizes:
+    return LayerSizes(config.heads, config.kv_heads, config.head_dim, config.rms_norm_eps)
+
+
+def attention(
     x: Tensor,
     weights: LayerWeights,
     config: DecoderConfig,
@@ -73,7 +60,7 @@ def attention_block(
     layer: int,
     batch: AttentionBatch,
 ) -> Tensor:
-    """Self-attention of normed rows x [rows, in] -> [rows, hidden]; writes K/V of `layer`."""
+    """Mixed heads [rows, heads * head_dim] of normed rows x [rows, in]; writes K/V of `layer`."""
     rows = x.shape[0]
     q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
     qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
@@ -86,7 +73,7 @@ def attention_block(
     ops.write_kv(cache.k[layer], batch.slots, ops.rope(k, *angles))
     ops.write_kv(cache.v[layer], batch.slots, v)
     mixed = ops.tree_attention(ops.rope(q, *angles), cache.k[layer], cache.v[layer], batch)
-    return ops.linear(mixed.view(rows, q_size), weights.o, weights.o_bias)
+    return mixed.view(rows, q_size)
 
 
 def decoder_layer(
@@ -99,13 +86,16 @@ def decoder_layer(
     batch: AttentionBatch,
 ) -> Tensor:
     """One pre-norm layer over hidden [rows, hidden] -> [rows, hidden]."""
+    if ops.runs_layer(weights, hidden):
+        return ops.run_layer(hidden, weights, angles, cache, layer, batch)
     normed = hidden
     if weights.input_norm is not None:
         normed = ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
-    hidden = hidden + attention_block(normed, weights, config, angles, cache, layer, batch)
+    mixed = attention(normed, weights, config, angles, cache, layer, batch)
+    hidden = ops.linear(mixed, weights.o, weights.o_bias, residual=hidden)
     normed = ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
     gated = ops.silu_mul(ops.linear(normed, weights.gate_up, weights.gate_up_bias))
-    return hidden + ops.linear(gated, weights.down, weights.down_bias)
+    return ops.linear(gated, weights.down, weights.down_bias, residual=hidden)
 
 
 class Decoder:
@@ -113,7 +103,10 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, rotary: RotaryTable) -> None:
         self.config = config
-        self.weights = weights
+        layers = tuple(ops.pack_layer(layer, layer_sizes(config)) for layer in weights.layers)
+        self.weights = replace(weights, layers=layers)
+        # Apart from `weights`, where a tied head is the embedding itself.
+        self.lm_head = ops.pack(weights.lm_head)
         self.rotary = rotary
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
@@ -131,4 +124,4 @@ class Decoder:
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [rows, vocab] in fp32 of features [rows, hidden]."""
-        return ops.linear(features, self.weights.lm_head).float()
+        return ops.linear(features, self.lm_head, wide=True)

@@ -18,10 +18,17 @@ from torch import Tensor
 from coppice.errors import StartError
 from coppice.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from coppice.models.config import DecoderConfig
-from coppice.models.decoder import LayerWeights, RotaryTable, decoder_layer, new_cache
+from coppice.models.decoder import (
+    LayerWeights,
+    RotaryTable,
+    decoder_layer,
+    layer_sizes,
+    new_cache,
+)
 from coppice.models.rope import rotary_table
 from kernels import ops
 from kernels.batch import AttentionBatch, KVCache
+from kernels.packed import Weight
 
 PICKLE_FILE = "pytorch_model.bin"
 TOKEN_MAP_FILE = "token_map.json"
@@ -42,9 +49,9 @@ class EagleHead:
     identity: str  # for logs and refusals
     config: DecoderConfig  # the head's own; its `max_context` is what it was trained for
     embedding: Tensor  # [vocab, hidden], the target's
-    lm_head: Tensor  # [draft_vocab, hidden], rows of the target's
+    lm_head: Weight  # [draft_vocab, hidden], rows of the target's
     token_map: Tensor | None  # [draft_vocab] int64 target ids; None: all of the vocabulary
-    fc: Tensor  # [hidden, 2 * hidden]
+    fc: Weight  # [hidden, 2 * hidden]
     fc_bias: Tensor | None  # [hidden]
     layer: LayerWeights
     rotary: RotaryTable
@@ -74,7 +81,7 @@ class EagleHead:
         """The `count` likeliest next tokens of features [rows, hidden]: target ids and
         log-probabilities (fp32, over the draft vocabulary), both [rows, min(count, draft_vocab)]
         and likeliest first."""
-        logits = ops.linear(features, self.lm_head).float()  # [rows, draft_vocab]
+        logits = ops.linear(features, self.lm_head, wide=True)  # [rows, draft_vocab]
         log_probs, tokens = logits.log_softmax(-1).topk(min(count, logits.shape[-1]), dim=-1)
         return (tokens if self.token_map is None else self.token_map[tokens]), log_probs
 
@@ -120,11 +127,11 @@ def load_eagle_head(
         identity=f"{path.resolve().name}@{stored.digest[:12]}",
         config=config,
         embedding=embedding.to(device=device, dtype=dtype),
-        lm_head=rows.to(device=device, dtype=dtype),
+        lm_head=ops.pack(rows.to(device=device, dtype=dtype)),
         token_map=token_map,
-        fc=fc,
+        fc=ops.pack(fc),
         fc_bias=fc_bias,
-        layer=layer,
+        layer=ops.pack_layer(layer, layer_sizes(config)),
         rotary=rotary_table(config, device),
     )
 

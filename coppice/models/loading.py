@@ -12,8 +12,9 @@ from torch import Tensor
 from coppice.errors import StartError
 from coppice.models.checkpoint import Checkpoint, read_json
 from coppice.models.config import DecoderConfig, token_ids
-from coppice.models.decoder import Decoder, DecoderWeights, LayerWeights
+from coppice.models.decoder import Decoder, DecoderWeights, LayerWeights, layer_sizes
 from coppice.models.rope import rotary_table
+from kernels import ops
 
 # In a config.json, but without a say in what the model computes.
 CONFIG_NOTES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
@@ -42,7 +43,9 @@ def load_target(
         embedding=embedding,
         layers=tuple(_layer(read, config, layer) for layer in range(config.layers)),
         norm=read("model.norm.weight", (config.hidden_size,)),
-        lm_head=embedding if config.tied_embeddings else read("lm_head.weight", vocabulary),
+        lm_head=embedding
+        if config.tied_embeddings
+        else ops.pack(read("lm_head.weight", vocabulary)),
     )
     return Decoder(config, weights, rotary_table(config, device))
 
@@ -102,7 +105,7 @@ def _layer(read: Read, config: DecoderConfig, layer: int) -> LayerWeights:
         ("self_attn.v_proj", kv_size),
     )
     gate_up = (("mlp.gate_proj", inner), ("mlp.up_proj", inner))
-    return LayerWeights(
+    weights = LayerWeights(
         input_norm=weight("input_layernorm", hidden),
         qkv=torch.cat([weight(name, size, hidden) for name, size in qkv]),
         qkv_bias=bias(config.attention_bias, *qkv),
@@ -116,6 +119,8 @@ def _layer(read: Read, config: DecoderConfig, layer: int) -> LayerWeights:
         down=weight("mlp.down_proj", hidden, inner),
         down_bias=bias(config.mlp_bias, ("mlp.down_proj", hidden)),
     )
+    # Here, so that no more than one layer is ever there twice.
+    return ops.pack_layer(weights, layer_sizes(config))
 
 
 def _refuse_unknown_tensors(checkpoint: Checkpoint, config: DecoderConfig, path: Path) -> None:
