@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard kernels/cpu/src/*)
 	@test -n "$(PYTHON)" || { echo "Coppice needs Python 3.11 or newer: install it, or name it with PYTHON=..."; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'

@@ -25,18 +25,18 @@ class Params(BaseModel):
 class SamplingParams(Params):
     """How a token is drawn. Names and defaults as in `protos/common.proto`."""
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_k: int = Field(0, ge=0, le=2**31 - 1)
-    top_p: float = Field(1.0, gt=0.0, le=1.0, allow_inf_nan=False)
-    min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0, allow_inf_nan=False)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     logit_bias: dict[TokenId, Bias] = Field(
         default_factory=dict[int, float], max_length=MAX_LOGIT_BIASES
     )
-    seed: int | None = Field(None, ge=0, le=2**64 - 1)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    seed: int | None = Field(default=None, ge=0, le=2**64 - 1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def has_penalties(self) -> bool:
@@ -47,10 +47,10 @@ class SamplingParams(Params):
 class StoppingParams(Params):
     """When an answer ends. Names and defaults as in `protos/common.proto`."""
 
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    min_tokens: int = Field(0, ge=0, le=2**31 - 1)
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
-    stop: tuple[StopString, ...] = Field((), max_length=MAX_STOP_STRINGS)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    min_tokens: int = Field(default=0, ge=0, le=2**31 - 1)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_STOP_TOKEN_IDS)
+    stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False
 
 

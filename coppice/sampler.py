@@ -14,6 +14,8 @@ from torch import Tensor
 
 from coppice.request import SamplingParams
 
+# Below it the most probable token has all the mass there is (the same bound as in vLLM).
+_GREEDY_BELOW = 1e-5
 # Sorting whole vocabularies is slow; nearly all nuclei are inside of so many tokens.
 _FEW = 1024
 
@@ -47,9 +49,10 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     for count in (_FEW, len(probabilities)):
         ids = largest(probabilities, count)
         mass = probabilities[ids].cumsum(0)
-        if mass[-1] >= top_p or len(ids) == len(probabilities):
+        if mass[-1] >= top_p - 1e-12 or len(ids) == len(probabilities):
             break
-    return ids[: int((mass < top_p).sum()) + 1]
+    # Sums of equal masses miss round values of top_p by their rounding.
+    return ids[: int((mass < top_p - 1e-12).sum()) + 1]
 
 
 class Sampler:
@@ -65,6 +68,7 @@ class Sampler:
     ) -> None:
         """`ending_ids` are the tokens that may not be drawn before `min_tokens` are out."""
         self._params = params
+        self._greedy = params.temperature < _GREEDY_BELOW
         self._seed = seed
         self._prompt = set(prompt) if params.repetition_penalty != 1.0 else set[int]()
         self._output: Counter[int] = Counter()
@@ -77,7 +81,7 @@ class Sampler:
         """True if every token from here on is the plain argmax of its logits."""
         params = self._params
         held = self._length < self._min_tokens and bool(self._ending_ids)
-        return params.temperature == 0.0 and not (params.has_penalties or params.logit_bias or held)
+        return self._greedy and not (params.has_penalties or params.logit_bias or held)
 
     def accept(self, token: int) -> None:
         """Takes note of the token that was committed at this position."""
@@ -90,7 +94,8 @@ class Sampler:
         if self.is_argmax:
             return int(logits.argmax())
         processed = self._processed(logits)
-        if self._params.temperature == 0.0:
+        # Infinite or no mass at all has no distribution; the best token is then the answer.
+        if self._greedy or not processed.max().isfinite():
             return int(processed.argmax())
         ids, mass = self._distribution(processed)
         cumulative = mass.cumsum(0)

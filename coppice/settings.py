@@ -47,6 +47,9 @@ class SpeculationSettings(Group):
     nodes: int = Field(
         default=15, ge=1, le=MAX_ROWS - 1, description="drafted nodes of a tree at most"
     )
+    budget: Literal["auto", "fixed"] = Field(
+        default="auto", description="auto: as many nodes as pay by measurement; fixed: `nodes`"
+    )
     depth: int = Field(default=6, ge=1, le=12, description="levels of a tree at most")
     top_k: int = Field(
         default=8, ge=1, le=16, description="width of a level, and children of a node"
@@ -64,9 +67,9 @@ class VerifierSettings(Group):
 
     count: int = Field(default=1, ge=1, le=64, description="workers")
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all cores")
-    kv_slots: int = Field(default=16384, ge=64, description="tokens that the KV pool holds")
+    kv_slots: int = Field(default=16384, ge=128, description="tokens that the KV pool holds")
     prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens of one pass at most")
-    row_budget: int = Field(default=64, ge=1, description="tree rows of one pass at most")
+    row_budget: int = Field(default=128, ge=1, description="tree rows of one pass at most")
     max_sessions: int = Field(default=256, ge=1, description="running and waiting sessions at most")
 
 

@@ -77,4 +77,10 @@ class Stopper:
             self._text.push(token)
             if self._text.matched is not None:
                 return Finish(FinishReason.STOP, self._text.matched)
-        return Finish(FinishReason.LENGTH) if self._left <= 0 else None
+        if self._left > 0:
+            return None
+        if self._text is not None:
+            self._text.flush()  # what was held back may complete a stop string
+            if self._text.matched is not None:
+                return Finish(FinishReason.STOP, self._text.matched)
+        return Finish(FinishReason.LENGTH)

@@ -45,8 +45,8 @@ class DraftTree:
                     f"node {node}: parent row {parent} is not before row {node + 1}"
                 )
             above = scores[parent - 1] if parent else 0.0
-            if math.isnan(score) or score > above:
-                raise MalformedDraft(f"node {node}: score {score} is NaN or above its parent's")
+            if not math.isfinite(score) or score > above:
+                raise MalformedDraft(f"node {node}: score {score} not finite or above its parent's")
             if (parent, token) in children:
                 raise MalformedDraft(f"node {node}: token {token} twice below row {parent}")
             children.add((parent, token))

@@ -1,6 +1,7 @@
 """The drafter as a Ray actor: placement, restarts and control calls only."""
 
 from coppice.settings import Settings
+from coppice.telemetry import configure_logging
 from drafter_svc.service import DrafterService
 
 
@@ -9,6 +10,7 @@ class DrafterWorker:
     restarted actor is whole again."""
 
     def __init__(self, settings: Settings, name: str = "drafter-0") -> None:
+        configure_logging(name, settings.log_level)
         self._service = DrafterService.from_settings(settings, name)
 
     async def ready(self) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from coppice.errors import CoppiceError
 from coppice.tree import DraftTree
-from drafter_svc.drafter import Drafter, DraftRequest, DraftTimes, FeatureRows
+from drafter_svc.drafter import Drafter, DraftRequest, DraftTimes, FeatureRows, Features
 from drafter_svc.session import Outcome, Session, Update
 from drafter_svc.telemetry import DraftMetrics
 
@@ -222,7 +222,9 @@ class DraftEngine:
 
     def _answer(self, attached: _Attached, request: DraftRequest, tree: DraftTree) -> None:
         session, base_length = attached.session, len(request.tokens)
-        session.drafted(request, proposed=len(tree) > 0)
+        # One that reads tokens alone may find something at any of them.
+        proposed = len(tree) > 0 or self._drafter.features is Features.NONE
+        session.drafted(request, proposed)
         if not len(tree):
             self._pass(attached, base_length)
             return

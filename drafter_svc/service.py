@@ -3,25 +3,31 @@
 Usable without Ray; `actor.py` is its thin cover.
 """
 
-import torch
-
+from coppice.models.hub import resolve_model
+from coppice.models.loading import target_hash
 from coppice.settings import Settings
 from drafter_svc.building import build_drafter
-from drafter_svc.drafter import Drafter
+from drafter_svc.drafter import Drafter, Features
 from drafter_svc.engine import DraftEngine
 from drafter_svc.telemetry import DraftMetrics
 from drafter_svc.verifier_client import Deadlines, VerifierClient
 from drafter_svc.wire import hello
+from kernels import ops
 
 
 class DrafterService:
     """`start`, then `attach` sessions, then `stop`; all on one event loop."""
 
     def __init__(
-        self, drafter: Drafter, name: str = "drafter-0", deadlines: Deadlines | None = None
+        self,
+        drafter: Drafter,
+        name: str = "drafter-0",
+        deadlines: Deadlines | None = None,
+        target_hash: str = "",
     ) -> None:
+        """`target_hash`: of the only target that the drafter fits; empty: any of its sizes."""
         self._metrics = DraftMetrics()
-        self._hello = hello(drafter, name)
+        self._hello = hello(drafter, name, target_hash)
         self._deadlines = deadlines
         self._engine = DraftEngine(drafter, self._metrics)
         self._clients: dict[str, VerifierClient] = {}
@@ -31,8 +37,12 @@ class DrafterService:
     def from_settings(cls, settings: Settings, name: str = "drafter-0") -> "DrafterService":
         """Loads what the settings ask for. Raises StartError with one line when that fails."""
         if settings.drafter.threads is not None:
-            torch.set_num_threads(settings.drafter.threads)
-        return cls(build_drafter(settings), name)
+            ops.set_threads(settings.drafter.threads)
+        drafter = build_drafter(settings)
+        target = ""
+        if drafter.features is not Features.NONE:
+            target = target_hash(resolve_model(settings.model.path, settings.cache_dir))
+        return cls(drafter, name, target_hash=target)
 
     @property
     def identity(self) -> str:

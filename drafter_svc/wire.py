@@ -12,7 +12,7 @@ PROTOCOL_VERSION = 1
 DTYPES = (("float32", torch.float32), ("bfloat16", torch.bfloat16))
 
 
-def hello(drafter: Drafter, drafter_id: str) -> pb.Hello:
+def hello(drafter: Drafter, drafter_id: str, target_hash: str = "") -> pb.Hello:
     kind = pb.FEATURE_KIND_FINAL if drafter.features is Features.FINAL else pb.FEATURE_KIND_NONE
     return pb.Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -21,6 +21,7 @@ def hello(drafter: Drafter, drafter_id: str) -> pb.Hello:
         features=kind,
         hidden_size=drafter.hidden_size,
         vocab_size=drafter.vocab_size,
+        target_hash=target_hash,
     )
 
 

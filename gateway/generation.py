@@ -69,7 +69,8 @@ class Generation:
         try:
             event = await self._open()
             while True:
-                self._watch_drafter(event.drafter)
+                if not event.finish_reason:
+                    self._watch_drafter(event.drafter)
                 if event.tokens or event.finish_reason:
                     piece = self._answer.piece(event)
                     await self._log.append(event.tokens)
@@ -122,11 +123,7 @@ class Generation:
             params=json.dumps(params),
             prompt=order.prompt,
         )
-        try:
-            await self._services.sessions.register(record)
-        except Unavailable:
-            self._services.metrics.redis_errors.inc()
-            raise
+        await self._log.register(record)
 
     async def _run(self, verifier: VerifierLink) -> verifier_pb2.RunEvent:
         """Starts the call; returns its first event, which says that the session is registered."""

@@ -57,7 +57,9 @@ class Door:
             case "text":
                 field, prompt = "text", await self._encode(request.text)
             case "token_ids":
-                field, prompt = "token_ids.ids", tuple(request.token_ids.ids)
+                field, ids = "token_ids.ids", request.token_ids.ids
+                self._check_length(field, len(ids))  # first, as it costs nothing
+                prompt = tuple(ids)
                 check_tokens(field, prompt, self._model.vocab_size)
             case _:
                 raise InvalidArgument("prompt", None, "text or token_ids")
@@ -69,6 +71,7 @@ class Door:
         limits = self._limits(request.sampling, request.stopping)
         if not request.messages:
             raise InvalidArgument("messages", [], "at least one message")
+        self._check_length("messages", len(request.messages))  # each is a token at least
         for index, message in enumerate(request.messages):
             if message.role not in ROLES:
                 field = f"messages[{index}].role"
@@ -100,14 +103,18 @@ class Door:
         check_tokens("stopping.stop_token_ids", ends.stop_token_ids, vocab_size)
         return _Limits(sampling, stopping, ends)
 
+    def _check_length(self, field: str, tokens: int) -> None:
+        last = self._model.max_context - 1
+        if not 1 <= tokens <= last:
+            allowed = f"in [1, {last}], since prompt and answer share the context"
+            raise InvalidArgument(f"number of tokens of {field}", tokens, allowed)
+
     def _order(
         self, field: str, prompt: tuple[int, ...], limits: _Limits, speculation: bool
     ) -> Order:
         """Draws the seed if there is none and fits the length of the answer into the context."""
+        self._check_length(field, len(prompt))
         context = self._model.max_context
-        if not 1 <= len(prompt) < context:
-            allowed = f"in [1, {context - 1}], since prompt and answer share the context"
-            raise InvalidArgument(f"number of tokens of {field}", len(prompt), allowed)
         ends = limits.ends
         max_tokens = min(ends.max_tokens or context, context - len(prompt))
         if ends.min_tokens > max_tokens:

@@ -1,7 +1,8 @@
 """Which keys the rows of a forward pass read and where they write theirs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -27,6 +28,19 @@ class AttentionBatch:
     slots: Tensor  # [rows] int64, where each row's K/V is written
     positions: Tensor  # [rows] int64, absolute positions
     segments: tuple[Segment, ...]
+    # The segments once more, flat, for kernels that take pointers: made once for all layers.
+    shares: Tensor = field(init=False)  # [segments, 4] int64: rows, context, tail, masked; on host
+    keys: Tensor = field(init=False)  # int64, per segment: context, tail and, if any, masks
+
+    def __post_init__(self) -> None:
+        shares = [
+            (s.rows, len(s.context), len(s.tail), int(s.masks is not None)) for s in self.segments
+        ]
+        parts = [
+            part for s in self.segments for part in (s.context, s.tail, s.masks) if part is not None
+        ]
+        object.__setattr__(self, "shares", torch.tensor(shares, dtype=torch.int64))
+        object.__setattr__(self, "keys", torch.cat(parts) if parts else self.slots)
 
 
 @dataclass(frozen=True, slots=True)

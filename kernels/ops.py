@@ -1,5 +1,171 @@
-"""The one place that chooses a backend for an operation. Plain torch serves all of them today."""
+"""The one place that chooses a backend for an operation.
 
-from kernels.reference import linear, rms_norm, rope, silu_mul, tree_attention, write_kv
+bf16 and fp32 on the CPU go to the native library where it was built: there the bits of a row depend
+on that row alone (exact mode). Everything else is served by plain torch. Gradients are torch's too.
+"""
 
-__all__ = ["linear", "rms_norm", "rope", "silu_mul", "tree_attention", "write_kv"]
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.batch import AttentionBatch, KVCache
+from kernels.cpu.backend import TYPES, CpuBackend
+from kernels.cpu.layer import plan_layer
+from kernels.cpu.library import open_library
+from kernels.layer import LayerSizes, LayerWeights
+from kernels.packed import PackedWeight, Weight, dense
+
+__all__ = [
+    "LayerSizes",
+    "LayerWeights",
+    "PackedWeight",
+    "Weight",
+    "dense",
+    "describe",
+    "linear",
+    "native_backends",
+    "pack",
+    "pack_layer",
+    "rms_norm",
+    "rope",
+    "rotary_angles",
+    "run_layer",
+    "runs_layer",
+    "set_threads",
+    "silu_mul",
+    "tree_attention",
+    "use_backend",
+    "write_kv",
+]
+
+
+def native_backends() -> tuple[CpuBackend, ...]:
+    """What this machine can run, best first; empty where the library was not built."""
+    library = open_library()
+    return tuple(CpuBackend(library, s) for s in library.instruction_sets) if library else ()
+
+
+_BEST = next(iter(native_backends()), None)
+_backend: ContextVar[CpuBackend | None] = ContextVar("kernels_backend", default=_BEST)
+
+
+@contextmanager
+def use_backend(backend: CpuBackend | None) -> Generator[None]:
+    """Another backend than the best one for the calls inside; None: plain torch."""
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def describe() -> str:
+    """What serves the CPU, for fingerprints: its numbers are equal where this is equal."""
+    backend = _backend.get()
+    return "torch" if backend is None else backend.name
+
+
+def set_threads(count: int) -> None:
+    """How many threads share one operation, torch's and the native library's, in this process."""
+    torch.set_num_threads(count)
+    if (backend := _backend.get()) is not None:
+        backend.set_threads(count)
+
+
+def _native(x: Tensor) -> CpuBackend | None:
+    if x.dtype not in TYPES or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    return _backend.get()
+
+
+def pack(weight: Weight) -> Weight:
+    """The weight [out, in] in the order in which this machine's `linear` reads it best."""
+    if isinstance(weight, PackedWeight) or (backend := _native(weight.detach())) is None:
+        return weight
+    return backend.pack(weight)
+
+
+def pack_layer(weights: LayerWeights, sizes: LayerSizes) -> LayerWeights:
+    """All weights of a layer packed, and the layer in one call where that is possible."""
+    packed = replace(
+        weights,
+        qkv=pack(weights.qkv),
+        o=pack(weights.o),
+        gate_up=pack(weights.gate_up),
+        down=pack(weights.down),
+    )
+    if not isinstance(packed.qkv, PackedWeight) or sizes.head_dim % 2:
+        return packed
+    return replace(packed, plan=plan_layer(packed, sizes, TYPES[packed.qkv.dtype]))
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    wide: bool = False,
+) -> Tensor:
+    """See reference.linear. Exact (row-invariant) for packed weights alone; `wide` then skips the
+    rounding to x's type."""
+    if isinstance(weight, PackedWeight) and (backend := _native(x)) is not None:
+        return backend.linear(x, weight, bias, residual, wide)
+    return reference.linear(x, dense(weight), bias, residual, wide)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if (backend := _native(x)) is not None and not weight.requires_grad:
+        return backend.rms_norm(x, weight, eps)
+    return reference.rms_norm(x, weight, eps)
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    if (backend := _native(frequencies)) is not None and positions.is_cpu:
+        return backend.rotary_angles(positions, frequencies, scale)
+    return reference.rotary_angles(positions, frequencies, scale)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if (backend := _native(x)) is not None:
+        return backend.rope(x, cos, sin)
+    return reference.rope(x, cos, sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    if (backend := _native(gate_up)) is not None:
+        return backend.silu_mul(gate_up)
+    return reference.silu_mul(gate_up)
+
+
+def write_kv(pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    reference.write_kv(pool, slots, values)
+
+
+def tree_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch) -> Tensor:
+    if (backend := _native(q)) is not None and q.shape[-1] % 2 == 0:
+        return backend.tree_attention(q, k_pool, v_pool, batch)
+    return reference.tree_attention(q, k_pool, v_pool, batch)
+
+
+def runs_layer(weights: LayerWeights, hidden: Tensor) -> bool:
+    """Whether `run_layer` can take these weights for these rows."""
+    return weights.plan is not None and _native(hidden) is not None
+
+
+def run_layer(
+    hidden: Tensor,
+    weights: LayerWeights,
+    angles: tuple[Tensor, Tensor],
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+) -> Tensor:
+    """One pre-norm decoder layer in a single call: bit for bit what its operations give."""
+    backend = _native(hidden)
+    assert backend is not None and weights.plan is not None, "only where runs_layer says so"
+    return backend.run_layer(weights.plan, hidden, angles, cache, layer, batch)

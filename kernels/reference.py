@@ -7,9 +7,19 @@ from torch.nn import functional
 from kernels.batch import AttentionBatch, Segment
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] @ weight [out, in]^T (+ bias [out]) -> [rows, out]."""
-    return functional.linear(x, weight, bias)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    wide: bool = False,
+) -> Tensor:
+    """x [rows, in] @ weight [out, in]^T (+ bias [out]) (+ residual [rows, out]) -> [rows, out], in
+    fp32 if `wide`."""
+    out = functional.linear(x, weight, bias)
+    if residual is not None:
+        out = residual + out
+    return out.float() if wide else out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,6 +28,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, times `scale`, of positions [rows] * frequencies [d / 2]: fp32 [rows, d / 2]."""
+    angles = positions.float()[:, None] * frequencies[None, :]
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -87,7 +87,12 @@ def backends(device: str) -> list[Finding]:
     """The GPU, and what runs the kernels."""
     import torch
 
-    kernels = Finding("kernels", "ok", "plain torch (cpu and cuda)")
+    from kernels import ops
+
+    kernels = Finding("kernels", "ok", f"{ops.describe()} (cpu), torch (cuda)")
+    if not ops.native_backends():
+        mend = "install a C++ compiler (g++) and reinstall coppice: exact in bf16, and faster"
+        kernels = Finding("kernels", "note", "plain torch", mend)
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))

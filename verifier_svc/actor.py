@@ -4,6 +4,8 @@ import asyncio
 import os
 
 from coppice.settings import Settings
+from coppice.telemetry import configure_logging
+from verifier_svc.engine import Timings
 from verifier_svc.service import VerifierService
 
 
@@ -12,6 +14,7 @@ class VerifierWorker:
     restarted actor is whole again."""
 
     def __init__(self, settings: Settings, name: str, host: str | None = None) -> None:
+        configure_logging(name, settings.log_level)
         self._service = VerifierService(settings, name)
         self._host = host
         self._starting = asyncio.Lock()
@@ -33,6 +36,10 @@ class VerifierWorker:
 
     async def metrics(self) -> str:
         return self._service.metrics.text()
+
+    async def timings(self) -> Timings:
+        """Where the engine's time has gone so far; for benchmarks."""
+        return self._service.engine.timings
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
         await self._service.stop(grace_seconds)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from coppice.errors import MalformedDraft
 from coppice.tree import DraftTree
 from protos import verifier_pb2
+from verifier_svc.budget import Budget
 from verifier_svc.session import DraftLink, Session
 
 MAX_STRIKES = 3
@@ -26,15 +27,19 @@ class FeatureSource:
     dtype: str
 
 
-def join(session: Session, link: DraftLink, epoch: int) -> bool:
-    """A drafter joins; False when its epoch is behind."""
-    if epoch < session.draft.epoch or not session.speculation:
-        return False
+def join(session: Session, link: DraftLink, epoch: int) -> str:
+    """A drafter joins, in the place of the one before; returns why not, if so."""
     draft = session.draft
+    if not session.speculation:
+        return "the session is to be decoded plainly"
+    if epoch < draft.epoch:
+        return "a newer attachment stands"
+    if draft.link is not None and draft.link is not link:
+        send_closed(draft.link, session.session_id, draft.epoch, "another drafter has joined")
     draft.epoch, draft.link = epoch, link
-    draft.known, draft.strikes, draft.benched, draft.told_paused = 0, 0, False, False
+    draft.known, draft.strikes, draft.told_paused = 0, 0, False
     draft.forget_tree()
-    return True
+    return ""
 
 
 def leave(session: Session) -> None:
@@ -44,13 +49,17 @@ def leave(session: Session) -> None:
     session.draft.forget_tree()
 
 
-def receive_tree(session: Session, message: verifier_pb2.Tree, vocab_size: int) -> None:
-    """Takes a tree for the next pass, re-roots it if its base is behind, or drops it.
+def receive_tree(
+    session: Session, message: verifier_pb2.Tree, vocab_size: int, now: float, budget: Budget
+) -> None:
+    """Takes a tree for the next pass, re-roots it if its base is behind, or drops it. `budget`
+    learns how long it took.
 
     Raises MalformedDraft when it breaks the contract.
     """
     draft = session.draft
     tree = DraftTree.checked(message.tokens, message.parents, message.scores, vocab_size)
+    tree = tree.trimmed(draft.granted)
     length = len(session.tokens)
     if message.base_length > length:
         raise MalformedDraft(f"base length {message.base_length} is beyond {length}")
@@ -59,6 +68,9 @@ def receive_tree(session: Session, message: verifier_pb2.Tree, vocab_size: int) 
     if session.pending > 1:  # preempted meanwhile, and recomputing
         session.stats.stale_drafts += 1
         return
+    if draft.asked_at is not None and message.base_length == draft.known:
+        budget.observe_draft(draft.granted, now - draft.asked_at)
+        draft.asked_at = None
     if message.base_length < length:
         rerooted = tree.rerooted(session.tokens[message.base_length :])
         if rerooted is None:
@@ -66,9 +78,12 @@ def receive_tree(session: Session, message: verifier_pb2.Tree, vocab_size: int) 
             return
         tree = rerooted
     draft.tree, draft.draft_id = tree, message.draft_id
-    draft.awaited_until = None
-    draft.benched = False
-    draft.strikes = max(0, draft.strikes - (message.base_length == length))
+    draft.exact = message.base_length == length
+    if draft.exact:  # else a better one is on its way, and this one is for when it is late
+        draft.awaited_until = None
+    # A tree that is empty now does not show that the drafter keeps up.
+    draft.benched = draft.benched and not len(tree)
+    draft.strikes = max(0, draft.strikes - draft.exact)
 
 
 def receive_pass(session: Session, base_length: int) -> None:
@@ -77,9 +92,12 @@ def receive_pass(session: Session, base_length: int) -> None:
         session.draft.awaited_until = None
 
 
-def miss(session: Session) -> None:
-    """A tree was awaited and did not come in time."""
+def miss(session: Session, now: float, budget: Budget) -> None:
+    """A tree was awaited and did not come in time; it takes so long at least."""
     draft = session.draft
+    if draft.asked_at is not None:
+        budget.observe_draft(draft.granted, now - draft.asked_at)
+        draft.asked_at = None
     draft.awaited_until = None
     draft.strikes += 1
     draft.benched = draft.strikes >= MAX_STRIKES
@@ -104,6 +122,8 @@ def tell_committed(
     draft = session.draft
     if draft.link is None:
         return
+    answered = draft.draft_id
+    draft.forget_tree()  # it was verified, or came to nothing
     if budget == 0:
         if not draft.told_paused:
             draft.told_paused = True
@@ -124,13 +144,16 @@ def tell_committed(
         features_from=features_from,
         features=features.read(rows) if rows else b"",
         feature_dtype=features.dtype,
-        draft_id=draft.draft_id,
+        draft_id=answered,
         accepted_length=accepted,
         node_budget=budget,
     )
     draft.link.send(verifier_pb2.VerifierItem(committed=committed))
-    draft.known, draft.told_paused = length, False
-    draft.forget_tree()
+    draft.known, draft.told_paused, draft.granted = length, False, budget
+    # After a gap the drafter pulls features first: that time is not the drafting's, and nobody
+    # waits for it.
+    draft.asked_at = now if in_play else None
+    draft.benched = draft.benched or not in_play
     if not draft.benched:
         # Waiting pays at most what the tree is expected to bring (never less than a share of a
         # step, or one bad tree after another would end the waiting for good).
@@ -139,7 +162,9 @@ def tell_committed(
 
 def tell_closed(session: Session, reason: str) -> None:
     if session.draft.link is not None:
-        closed = verifier_pb2.Closed(
-            session_id=session.session_id, epoch=session.draft.epoch, reason=reason
-        )
-        session.draft.link.send(verifier_pb2.VerifierItem(closed=closed))
+        send_closed(session.draft.link, session.session_id, session.draft.epoch, reason)
+
+
+def send_closed(link: DraftLink, session_id: str, epoch: int, reason: str) -> None:
+    closed = verifier_pb2.Closed(session_id=session_id, epoch=epoch, reason=reason)
+    link.send(verifier_pb2.VerifierItem(closed=closed))

@@ -3,25 +3,36 @@
 Everything but `post` runs on the engine's own thread, so nothing here is locked.
 """
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from coppice.errors import CoppiceError, MalformedDraft, NotFound, ResourceExhausted, Unavailable
+from coppice.errors import (
+    CoppiceError,
+    FailedPrecondition,
+    MalformedDraft,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from coppice.settings import Settings
 from coppice.slots import SlotAllocator
 from coppice.tree import MAX_ROWS
 from protos import verifier_pb2
 from verifier_svc import drafting, scheduler, stepping
-from verifier_svc.guard import Guard, node_budget
+from verifier_svc.budget import Budget
+from verifier_svc.guard import Guard
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.runner import Runner
 from verifier_svc.session import DraftLink, Session, StepEvent
 
-# How fast the measured time of a plain step follows.
-_STEP_WEIGHT = 0.1
+log = logging.getLogger(__name__)
+
+# Trees that are asked for in a row when plain decoding looks whether speculation would pay.
+_TRIAL_TREES = 6
 
 
 @dataclass(slots=True)
@@ -43,10 +54,10 @@ class Engine:
     sessions: dict[str, Session] = field(default_factory=dict[str, Session])
     draining: bool = False
     timings: Timings = field(default_factory=Timings)
-    plain_step: float = 0.0  # seconds, running mean
 
     slots: SlotAllocator = field(init=False)
     guard: Guard = field(init=False)
+    budget: Budget = field(init=False)
     _limits: scheduler.Limits = field(init=False)
     _features: drafting.FeatureSource = field(init=False)
     _inbox: deque[Callable[[], None]] = field(default_factory=deque[Callable[[], None]])
@@ -57,6 +68,8 @@ class Engine:
         verifier = self.settings.verifier
         self.slots = SlotAllocator(verifier.kv_slots)
         self.guard = Guard(self.settings.guard)
+        speculation = self.settings.speculation
+        self.budget = Budget(speculation.nodes, verifier.row_budget, speculation.budget == "auto")
         self._limits = scheduler.Limits(verifier.prefill_chunk, verifier.row_budget, MAX_ROWS)
         dtype = str(self.runner.model.dtype).removeprefix("torch.")
         self._features = drafting.FeatureSource(self.runner.read_features, dtype)
@@ -97,7 +110,7 @@ class Engine:
         now = time.monotonic()
         closed = self.guard.update(len(self.sessions), now)
         self._drop_late_drafts(now, closed)
-        planned = scheduler.plan(list(self._views()), self.slots.free, self._limits, now)
+        planned = scheduler.plan(list(self._views()), self.slots.free, self._limits)
         for name in planned.preempted:
             self._preempt(self.sessions[name])
         for name in planned.admitted:
@@ -106,6 +119,8 @@ class Engine:
             self.timings.plan += time.monotonic() - now
             stepping.run_pass(self, planned.shares)
         self.metrics.observe_state(self)
+        if not self.sessions:
+            self.check_integrity()
         if not planned.shares and block and not planned.preempted:
             self._wait(planned.wait_until)
             if self.sessions:
@@ -113,12 +128,15 @@ class Engine:
         return bool(planned.shares)
 
     def _take_messages(self) -> None:
-        while True:
-            with self._wake:
-                if not self._inbox:
-                    return
-                message = self._inbox.popleft()
-            message()
+        with self._wake:  # what comes meanwhile is for after the next pass
+            messages = list(self._inbox)
+            self._inbox.clear()
+        for message in messages:
+            try:
+                message()
+            except Exception:
+                # One message, of one session, must not end all others.
+                log.exception("a message failed")
 
     def _wait(self, until: float | None) -> None:
         timeout = None if until is None else max(0.0, until - time.monotonic())
@@ -138,14 +156,13 @@ class Engine:
             )
 
     def _drop_late_drafts(self, now: float, guarded: bool) -> None:
-        """Ends the waiting for trees: of all sessions once the first one's time is over."""
-        awaited = [s for s in self.sessions.values() if s.draft.awaited_until is not None]
-        if guarded:
-            for session in self.sessions.values():
+        """Ends the waiting for trees whose time is over, and for all while the guard is closed."""
+        for session in self.sessions.values():
+            until = session.draft.awaited_until
+            if guarded:
                 session.draft.forget_tree()
-        elif any((session.draft.awaited_until or now) <= now for session in awaited):
-            for session in awaited:
-                drafting.miss(session)
+            elif until is not None and until <= now:
+                drafting.miss(session, now, self.budget)
 
     def _preempt(self, session: Session) -> None:
         self.slots.release(session.slots)
@@ -160,9 +177,8 @@ class Engine:
         """Takes in a session; a higher epoch replaces the one of the same id."""
         old = self.sessions.get(session.session_id)
         if old is not None and old.draft.epoch >= session.draft.epoch:
-            epoch = old.draft.epoch
-            message = f"session {session.session_id} is open with epoch {epoch}, not below"
-            session.sink(StepEvent(error=ResourceExhausted(message)))
+            message = f"session {session.session_id} is open with epoch {old.draft.epoch} already"
+            session.sink(StepEvent(error=FailedPrecondition(message)))
             return
         if old is not None:
             self.close(old, Unavailable("replaced by a newer attachment"))
@@ -196,13 +212,13 @@ class Engine:
 
     def join(self, link: DraftLink, message: verifier_pb2.Join) -> None:
         session = self.sessions.get(message.session_id)
-        if session is None or not drafting.join(session, link, message.epoch):
-            reason = "unknown session" if session is None else "a newer attachment stands"
-            closed = verifier_pb2.Closed(
-                session_id=message.session_id, epoch=message.epoch, reason=reason
-            )
-            link.send(verifier_pb2.VerifierItem(closed=closed))
-        elif session.pending == 1:
+        if session is None:
+            refusal = "unknown session"
+        else:
+            refusal = drafting.join(session, link, message.epoch)
+        if refusal:
+            drafting.send_closed(link, message.session_id, message.epoch, refusal)
+        elif session is not None and session.pending == 1:
             self.tell_committed(session, 0)
 
     def _of(self, link: DraftLink, session_id: str, epoch: int) -> Session | None:
@@ -219,7 +235,8 @@ class Engine:
             return
         stale = session.stats.stale_drafts
         try:
-            drafting.receive_tree(session, message, self.runner.model.config.vocab_size)
+            vocab_size = self.runner.model.config.vocab_size
+            drafting.receive_tree(session, message, vocab_size, time.monotonic(), self.budget)
         except MalformedDraft as error:
             session.stats.malformed_drafts += 1
             session.draft.awaited_until = None
@@ -261,24 +278,27 @@ class Engine:
         return self.runner.read_features(session.slots[message.start : message.end])
 
     def tell_committed(self, session: Session, accepted: int) -> None:
+        if session.draft.link is None:
+            return
         decoding = sum(not other.waiting for other in self.sessions.values())
-        budget = node_budget(
-            self.settings.speculation.nodes, self.settings.verifier.row_budget, decoding
-        )
-        drafting.tell_committed(
-            session,
-            0 if self.guard.closed else budget,
-            accepted,
-            self.plain_step,
-            time.monotonic(),
-            self._features,
-        )
+        nodes = self._granted(session, decoding)
+        self.metrics.node_budget.set(nodes)
+        plain_step = self.budget.step_seconds(decoding)
+        now = time.monotonic()
+        drafting.tell_committed(session, nodes, accepted, plain_step, now, self._features)
 
-    # ---- measurements ------------------------------------------------------
-
-    def observe_plain_step(self, seconds: float) -> None:
-        weight = _STEP_WEIGHT if self.plain_step else 1.0
-        self.plain_step += weight * (seconds - self.plain_step)
+    def _granted(self, session: Session, decoding: int) -> int:
+        """Nodes of the session's next tree; 0: plain decoding."""
+        if self.guard.closed:
+            return 0
+        grant = self.budget.choose(decoding)
+        draft = session.draft
+        if grant.trial:
+            draft.trial_nodes, draft.trials_left = grant.nodes, _TRIAL_TREES - 1
+        elif grant.nodes == 0 and draft.trials_left > 0:
+            draft.trials_left -= 1
+            return min(draft.trial_nodes, self.budget.cap(decoding))
+        return grant.nodes
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free or owned by exactly one session."""

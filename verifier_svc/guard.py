@@ -22,9 +22,3 @@ class Guard:
             self.closed = wanted
             self._switched_at = now
         return self.closed
-
-
-def node_budget(nodes: int, row_budget: int, decoding: int) -> int:
-    """Nodes that each of `decoding` sessions may draft, so that the rows of one pass stay within
-    `row_budget`: speculation contracts smoothly as the load grows, down to none."""
-    return max(0, min(nodes, row_budget // max(1, decoding) - 1))

@@ -22,8 +22,10 @@ class VerifierMetrics:
         self._worker = worker
         self.queue_depth = self._gauge("queue_depth", "Sequences running and waiting")
         self.guard_mode = self._gauge("guard_mode", "1 while the guard holds decoding plain")
-        self.kv_slots_used = self._gauge("kv_slots_used", "Token slots in use")
-        self.kv_slots_total = self._gauge("kv_slots_total", "Token slots of the pool")
+        self._kv_slots = Gauge(
+            "coppice_kv_slots", "Token slots", ["worker", "state"], registry=self.registry
+        )
+        self.node_budget = self._gauge("node_budget", "Nodes granted to the last tree")
         self.acceptance_rate = self._gauge(
             "speculative_acceptance_rate",
             "Accepted drafted tokens over the depth of the trees offered, running mean",
@@ -79,8 +81,8 @@ class VerifierMetrics:
     def observe_state(self, engine: "Engine") -> None:
         self.queue_depth.set(len(engine.sessions))
         self.guard_mode.set(engine.guard.closed)
-        self.kv_slots_used.set(engine.slots.used)
-        self.kv_slots_total.set(engine.slots.capacity)
+        self._kv_slots.labels(self._worker, "used").set(engine.slots.used)
+        self._kv_slots.labels(self._worker, "free").set(engine.slots.free)
 
     def text(self) -> str:
         """All series in Prometheus' exposition format."""

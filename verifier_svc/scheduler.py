@@ -25,7 +25,7 @@ class SessionView:
     pending: int  # tokens without KV, at least 1 (the root)
     held: int  # slots owned
     nodes: int = 0  # of the tree that has arrived
-    awaited_until: float | None = None  # a tree is expected until then
+    awaited_until: float | None = None  # a tree is still expected, until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,20 @@ class Plan:
     wait_until: float | None = None
 
 
-def plan(views: Sequence[SessionView], free: int, limits: Limits, now: float) -> Plan:
-    """The next pass for sessions in order of arrival and `free` slots at time `now`."""
+def plan(views: Sequence[SessionView], free: int, limits: Limits) -> Plan:
+    """The next pass for sessions in order of arrival and `free` slots."""
     admitted = _admit(views, free, limits)
     active = [view for view in views if not view.waiting or view.session_id in admitted]
     prefilling = [view for view in active if view.pending > 1]
     decoding = [view for view in active if view.pending == 1]
-    awaited = [view for view in decoding if view.awaited_until is not None]
-    if awaited:
-        first = min(view.awaited_until or now for view in awaited)
-        if first > now:
-            if not prefilling:
-                return Plan(wait_until=first)
-            # A prompt need not wait for drafts, nor ready trees for it.
-            decoding = [view for view in decoding if view.awaited_until is None]
+    until = [view.awaited_until for view in decoding if view.awaited_until is not None]
+    if until:
+        # Whoever decodes plainly, or reads its prompt, does not wait for the drafts of others;
+        # trees that are there do, until the first time that is over.
+        ready = [view for view in decoding if view.awaited_until is None]
+        if not prefilling and all(view.nodes for view in ready):
+            return Plan(wait_until=min(until))
+        decoding = ready
     shares = [*_decode_shares(decoding, limits), *_prefill_shares(prefilling, limits)]
     return _fit(active, shares, free, admitted)
 

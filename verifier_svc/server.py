@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -25,7 +25,10 @@ FEATURE_CHUNK_BYTES = 256 * 1024
 _MESSAGE_BYTES = 1024 * 1024
 # A drafter that leaves so many items unread is cut off.
 _MAX_UNREAD = 4096
+# Items of one drafter that the engine takes between two passes.
+_ITEMS_AT_ONCE = 256
 _HELLO_SECONDS = 10.0
+_WRITE_SECONDS = 10.0
 _ENGINE_SECONDS = 60.0
 
 T = TypeVar("T")
@@ -39,6 +42,7 @@ class StreamLink:
         self.name = hello.drafter_id
         self.wants_features = hello.features == verifier_pb2.FEATURE_KIND_FINAL
         self._loop = loop
+        self._overflown = False
         self._items: asyncio.Queue[verifier_pb2.VerifierItem | None] = asyncio.Queue()
 
     def send(self, item: verifier_pb2.VerifierItem) -> None:
@@ -46,7 +50,10 @@ class StreamLink:
 
     def put(self, item: verifier_pb2.VerifierItem | None) -> None:
         """On the loop's thread; None ends the stream."""
-        self._items.put_nowait(None if self._items.qsize() >= _MAX_UNREAD else item)
+        if self._items.qsize() < _MAX_UNREAD:
+            self._items.put_nowait(item)
+        else:
+            self._overflown = True
 
     async def messages(self) -> AsyncIterator[verifier_pb2.VerifierMessage]:
         """All that is queued, a message at a time, until the end."""
@@ -59,7 +66,7 @@ class StreamLink:
                     break
                 item = self._items.get_nowait()
             yield message
-            if item is None:
+            if item is None or self._overflown:
                 return
 
 
@@ -67,12 +74,19 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     """Validates, hands over to the engine, and frees on every way out."""
 
     def __init__(
-        self, engine: Engine, model: Decoder, tokenizer: Tokenizer, info: common_pb2.ModelInfo
+        self,
+        engine: Engine,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        info: common_pb2.ModelInfo,
+        on_drain: Callable[[], Awaitable[None]],
     ) -> None:
+        """`on_drain` is awaited before sessions are turned away."""
         self._engine = engine
         self._model = model
         self._tokenizer = tokenizer
         self._info = info
+        self._on_drain = on_drain
 
     async def Run(  # noqa: N802
         self, request: verifier_pb2.RunRequest, context: Context
@@ -99,11 +113,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         finally:
             self._engine.post(lambda: self._engine.cancel(session))
 
-    async def Draft(  # noqa: N802
+    async def Draft(  # noqa: N802  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         request_iterator: AsyncIterator[verifier_pb2.DraftMessage],
         context: Context,
-    ) -> AsyncIterator[verifier_pb2.VerifierMessage]:
+    ) -> None:
         messages = aiter(request_iterator)
         try:
             first = await _within(_HELLO_SECONDS, anext(messages), "no Hello")
@@ -116,10 +130,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         reader = asyncio.create_task(self._read_drafts(first, messages, link))
         try:
             async for message in link.messages():
-                yield message
+                await _within(_WRITE_SECONDS, context.write(message), "the drafter did not read")
+        except Unavailable as error:
+            unread = error
+        else:
+            unread = None
         finally:
             reader.cancel()
             self._engine.post(lambda: self._engine.lose(link))
+        if unread is not None:  # waits for the drafter, hence after all else
+            await context.abort(unread.grpc_status, str(unread))
 
     async def Features(  # noqa: N802
         self, request: verifier_pb2.FeatureRequest, context: Context
@@ -159,6 +179,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
 
     async def drain(self, grace_seconds: float) -> int:
         """Takes no more sessions, waits for the running ones, closes the rest; returns how many."""
+        await self._on_drain()
         until = time.monotonic() + grace_seconds
         await self._on_engine(self._engine.drain)
         while self._engine.sessions and time.monotonic() < until:  # noqa: ASYNC110
@@ -175,11 +196,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     # ---- helpers -----------------------------------------------------------
 
     async def _on_engine(self, work: Callable[[], T]) -> T:
-        """The result of `work` run on the engine's thread. Raises Unavailable when it is stuck."""
+        """The result of `work` run on the engine's thread, or what it raised. Raises Unavailable
+        when the engine is stuck."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def finish(result: T | None, error: CoppiceError | None) -> None:
+        def finish(result: T | None, error: Exception | None) -> None:
             if future.done():
                 return
             if error is not None:
@@ -190,7 +212,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         def run() -> None:
             try:
                 result = work()
-            except CoppiceError as error:
+            except Exception as error:
                 loop.call_soon_threadsafe(finish, None, error)
             else:
                 loop.call_soon_threadsafe(finish, result, None)
@@ -281,25 +303,33 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     ) -> None:
         """Feeds the engine until the drafter closes its side or the stream breaks."""
         try:
-            self._take(first, link)
+            await self._take(first, link)
             async for message in messages:
-                self._take(message, link)
+                await self._take(message, link)
         finally:
             link.put(None)
 
-    def _take(self, message: verifier_pb2.DraftMessage, link: StreamLink) -> None:
-        engine = self._engine
-        for item in message.items:
-            kind = item.WhichOneof("item")
-            if kind == "join":
-                engine.post(lambda join=item.join: engine.join(link, join))
-            elif kind == "tree":
-                engine.post(lambda tree=item.tree: engine.receive_tree(link, tree))
-            elif kind == "pass":
-                nothing: verifier_pb2.Pass = getattr(item, "pass")
-                engine.post(lambda nothing=nothing: engine.receive_pass(link, nothing))
-            elif kind == "leave":
-                engine.post(lambda leave=item.leave: engine.leave(link, leave))
+    async def _take(self, message: verifier_pb2.DraftMessage, link: StreamLink) -> None:
+        """Hands over a few items at a time and waits until the engine has them: a drafter that
+        floods is slowed down by its own stream, and holds up no pass for long."""
+        for start in range(0, len(message.items), _ITEMS_AT_ONCE):
+            part = message.items[start : start + _ITEMS_AT_ONCE]
+            await self._on_engine(lambda part=part: self._dispatch(part, link))
+
+    def _dispatch(self, items: Sequence[verifier_pb2.DraftItem], link: StreamLink) -> None:
+        """On the engine's thread."""
+        for item in items:
+            match item.WhichOneof("item"):
+                case "join":
+                    self._engine.join(link, item.join)
+                case "tree":
+                    self._engine.receive_tree(link, item.tree)
+                case "pass":
+                    self._engine.receive_pass(link, getattr(item, "pass"))
+                case "leave":
+                    self._engine.leave(link, item.leave)
+                case _:
+                    pass
 
 
 async def _within(seconds: float, work: Awaitable[T], complaint: str) -> T:

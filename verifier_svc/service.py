@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import grpc
@@ -16,7 +17,8 @@ from coppice.models.loading import load_target, target_hash
 from coppice.models.placement import choose_device, choose_dtype
 from coppice.settings import Settings
 from coppice.tokenizer import Tokenizer
-from coppice.tree import MAX_ROWS
+from coppice.tree import MAX_ROWS, DraftTree
+from kernels import ops
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import VerifierMetrics
@@ -41,7 +43,8 @@ class VerifierService:
 
     def __init__(self, settings: Settings, name: str = "verifier-0") -> None:
         """Loads the model. Raises StartError with one line when that fails."""
-        torch.set_num_threads(settings.verifier.threads or torch.get_num_threads())
+        if settings.verifier.threads is not None:
+            ops.set_threads(settings.verifier.threads)
         path = resolve_model(settings.model.path, settings.cache_dir)
         device = choose_device(settings.model.device)
         dtype = choose_dtype(settings.model.dtype, device)
@@ -62,7 +65,10 @@ class VerifierService:
             kv_slots=settings.verifier.kv_slots,
             version=__version__,
         )
-        self._servicer = VerifierServicer(self.engine, model, Tokenizer.load(path), self.info)
+        tokenizer = Tokenizer.load(path)
+        self._servicer = VerifierServicer(
+            self.engine, model, tokenizer, self.info, self._set_not_serving
+        )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server: grpc.aio.Server | None = None
         self._thread: threading.Thread | None = None
@@ -88,7 +94,6 @@ class VerifierService:
         """Drains for `grace_seconds`, then frees everything."""
         if self._server is None or self._thread is None:
             return
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._thread.is_alive():
             await self._servicer.drain(grace_seconds)
         self.engine.stop()
@@ -104,6 +109,9 @@ class VerifierService:
             if on_crash is not None:
                 on_crash()
 
+    async def _set_not_serving(self) -> None:
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
     async def _set_health(
         self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType
     ) -> None:
@@ -112,14 +120,20 @@ class VerifierService:
 
 
 def _warm_up(engine: Engine) -> None:
-    """A few plain steps on slot 0, so that the first waits have a measured bound."""
-    import time
-
-    row = Rows([0], [0], [0], [], [1], 1)
-    for _ in range(_WARM_UP_PASSES):
-        started = time.monotonic()
-        engine.runner.run([row])
-        engine.plain_step = time.monotonic() - started
+    """Measures passes of one sequence's rows before anything is served."""
+    rows = 1
+    while rows <= min(MAX_ROWS, engine.settings.verifier.kv_slots):
+        masks = DraftTree(
+            tuple(range(rows - 1)), tuple(range(rows - 1)), (0.0,) * (rows - 1)
+        ).masks()
+        indices = range(rows)
+        seconds: list[float] = []
+        for _ in range(_WARM_UP_PASSES):
+            started = time.monotonic()
+            engine.runner.run([Rows([0] * rows, indices, indices, [], masks, rows)])
+            seconds.append(time.monotonic() - started)
+        engine.budget.observe_step(rows, min(seconds))
+        rows *= 2
 
 
 def fingerprint(dtype: torch.dtype, device: torch.device) -> str:
@@ -127,6 +141,6 @@ def fingerprint(dtype: torch.dtype, device: torch.device) -> str:
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
     else:
-        chip = torch.backends.cpu.get_cpu_capability()
+        chip = f"{ops.describe()} {torch.backends.cpu.get_cpu_capability()}"
     name = str(dtype).removeprefix("torch.")
     return f"torch-{torch.__version__}/{device.type}/{chip}/{name}/tp1"

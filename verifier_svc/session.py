@@ -55,7 +55,12 @@ class DraftState:
     told_paused: bool = False
     tree: DraftTree | None = None
     draft_id: int = 0
+    exact: bool = False  # the tree came in time, not re-rooted
     awaited_until: float | None = None
+    asked_at: float | None = None  # of the tree for `known`, when its time says something
+    granted: int = 0  # nodes of a tree at most
+    trial_nodes: int = 0
+    trials_left: int = 0
     benched: bool = False  # not awaited until a tree arrives in time by itself
     strikes: int = 0
     extra_tokens: float = 1.0  # running mean of accepted tokens of its trees

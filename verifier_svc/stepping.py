@@ -1,5 +1,6 @@
 """One pass of the engine: allocate slots, run the target, walk the trees, commit."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from coppice.acceptance import Walk, walk
+from coppice.errors import CoppiceError
 from coppice.sampler import raw_logprobs
 from coppice.stopping import Finish
 from coppice.tree import DraftTree
@@ -19,6 +21,8 @@ from verifier_svc.session import Logprobs, Session, StepEvent
 
 if TYPE_CHECKING:
     from verifier_svc.engine import Engine
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     engine.timings.verify += verified - started
     engine.timings.commit += done - verified
     engine.metrics.verify_latency.observe(verified - started)
-    if all(not work.prefill and not len(work.tree) for work in works):
-        engine.observe_plain_step(done - started)
+    if not any(work.prefill for work in works):
+        engine.budget.observe_step(sum(work.tree.rows for work in works), done - started)
 
 
 def _take(engine: "Engine", share: Share) -> Work:
@@ -81,7 +85,14 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
         session.slots.extend(work.slots)
         return
     logprobs: list[Logprobs] = []
-    walked, finish = _walk(session, work.tree, logits, logprobs)
+    try:
+        walked, finish = _walk(session, work.tree, logits, logprobs)
+    except Exception as error:
+        # What one request's parameters or the target's own numbers broke ends that request alone.
+        log.exception("session %s: sampling failed", session.session_id)
+        engine.slots.release(work.slots)
+        engine.close(session, CoppiceError(f"sampling failed: {error}"))
+        return
     if work.prefill:
         kept = work.slots
     else:
@@ -130,19 +141,21 @@ def _report(
     engine: "Engine", work: Work, walked: Walk, logprobs: list[Logprobs], finish: Finish | None
 ) -> None:
     session, tree = work.session, work.tree
-    if work.prefill:
-        mode = common_pb2.DECODING_MODE_PREFILL
-    elif len(tree):
+    if len(tree):
         mode = common_pb2.DECODING_MODE_SPECULATIVE
+    elif work.prefill or len(session.tokens) == session.prompt_length + 1:
+        mode = common_pb2.DECODING_MODE_PREFILL
     elif engine.guard.closed:
         mode = common_pb2.DECODING_MODE_GUARDED
     else:
         mode = common_pb2.DECODING_MODE_PLAIN
-    if not work.prefill:
+    if mode != common_pb2.DECODING_MODE_PREFILL:
         session.count_step(tree, walked.accepted, engine.guard.closed)
-        engine.metrics.observe_step(tree, walked)
+    engine.metrics.observe_step(tree, walked)
     if len(tree):
         drafting.observe(session, walked.accepted)
+        if session.draft.exact:
+            engine.budget.observe_walk(tree, walked.rows[1:])
     session.sink(
         StepEvent(
             walked.tokens,

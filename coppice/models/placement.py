@@ -3,6 +3,7 @@
 import torch
 
 from coppice.errors import StartError
+from kernels import ops
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -20,8 +21,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """On a CPU `auto` is fp32: there the bits of torch's bf16 products depend on how many rows
-    are multiplied together, and greedy answers would differ with them."""
+    """`auto` is bf16, but fp32 on a CPU without the native kernels: there the bits of torch's bf16
+    products depend on how many rows are multiplied together, and answers would differ with them."""
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        exact = device.type != "cpu" or bool(ops.native_backends())
+        return torch.bfloat16 if exact else torch.float32
     return _DTYPES[name]

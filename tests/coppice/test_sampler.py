@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coppice.request import SamplingParams
@@ -35,6 +35,7 @@ def test_largest_sorts_by_value_and_breaks_ties_by_id(values: list[float], count
     assert largest(torch.tensor(values), count).tolist() == wanted
 
 
+@example([-3.0, 0.0, 0.0, 0.0, 0.0, 0.0], 1, 0, 0.2, 0.5, 1.0)
 @settings(max_examples=60)
 @given(LOGITS, st.integers(0, 10**6), st.integers(0, 8), st.sampled_from([0.2, 0.6, 0.9, 1.0]),
        st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([0.5, 1.0, 2.0]))  # fmt: skip
@@ -96,6 +97,28 @@ def test_top_p_beyond_the_shortcut_is_exact() -> None:
     sampler = Sampler(SamplingParams(top_p=0.5), 3, ())
     drawn = {sampler.sample(logits, position) for position in range(3000)}
     assert 1900 < max(drawn) < 2048
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1e-310, "top_k": 3},
+        {"temperature": 1e-6, "top_p": 0.5},
+        {"temperature": 1.1e-5, "min_p": 0.5},
+        {"temperature": 100.0, "top_k": 2**31 - 1, "min_p": 1.0, "top_p": 1e-300},
+        {"temperature": 1.0, "repetition_penalty": 0.01, "top_k": 2},
+        {"temperature": 1.0, "logit_bias": {0: -100.0, 1: 100.0}, "top_p": 0.01},
+    ],
+)
+def test_extreme_parameters_give_a_token_of_the_vocabulary(params: dict[str, object]) -> None:
+    sampler = Sampler(SamplingParams.model_validate(params), 0, (0, 1), 2, [0, 2])
+    for logits in (
+        [1e4, -1e4, 0.0],
+        [0.0, 0.0, 0.0],
+        [-3e38, -3e38, 3e38],
+        [5.0, -float("inf"), 1],
+    ):
+        assert 0 <= sampler.sample(torch.tensor(logits), 2**31) < 3
 
 
 def test_logit_bias_forces_and_forbids() -> None:

@@ -86,7 +86,7 @@ GENERATE = [
     ),
     (
         Request(text="a", sampling=Sampling(repetition_penalty=0.0)),
-        "sampling.repetition_penalty = 0.0: must be a finite number in (0, 100]",
+        "sampling.repetition_penalty = 0.0: must be a finite number in [0.01, 100]",
     ),
     (
         Request(text="a", sampling=Sampling(presence_penalty=-2.5)),

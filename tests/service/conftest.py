@@ -73,14 +73,14 @@ class Whole:
         while (piece := await call.read()) is not grpc.aio.EOF:
             reply.pieces.append(piece)
 
-    async def metric(self, name: str) -> float:
-        """The sum of a metric over all workers."""
+    async def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric over all workers, of the series with a label."""
         async with httpx.AsyncClient() as client:
             page = await client.get(f"http://{self.running.http_address}/metrics")
         values = [
             float(line.rpartition(" ")[2])
             for line in page.text.splitlines()
-            if line.split("{")[0].split(" ")[0] == name
+            if line.split("{")[0].split(" ")[0] == name and label in line
         ]
         assert values, f"no metric {name}"
         return sum(values)
@@ -92,7 +92,7 @@ class Whole:
                 await asyncio.sleep(0.05)
 
     async def all_free(self) -> bool:
-        return await self.metric("coppice_kv_slots_used") == 0
+        return await self.metric("coppice_kv_slots", 'state="used"') == 0
 
     def actor(self, name: str):
         return ray.get_actor(name, namespace="coppice")
@@ -101,7 +101,12 @@ class Whole:
 @asynccontextmanager
 async def whole_service(**groups: dict[str, object]) -> AsyncIterator[Whole]:
     settings = Settings.model_validate(
-        {"gateway": {"port": 0, "http_port": 0}, "model": {"dtype": "float32"}, **groups}
+        {
+            "gateway": {"port": 0, "http_port": 0},
+            "model": {"dtype": "float32"},
+            **groups,
+            "speculation": {"budget": "fixed", **groups.get("speculation", {})},
+        }
     )
     with steps(Console(quiet=True)) as shown:
         async with (

@@ -137,7 +137,7 @@ class Link:
 
 
 def make_bench(**groups: dict[str, object]) -> Bench:
-    settings = Settings.model_validate(groups)
+    settings = Settings.model_validate({"speculation": {"budget": "fixed"}, **groups})
     runner = Runner(tiny_decoder(), settings.verifier.kv_slots)
     return Bench(Engine(runner, settings, VerifierMetrics("test")))
 

@@ -351,17 +351,119 @@ def test_after_the_guard_the_drafter_catches_up_without_pushed_features(
     assert common_pb2.DECODING_MODE_SPECULATIVE in modes
 
 
-def test_a_drafter_that_never_answers_is_soon_not_awaited(new_bench, new_link) -> None:
+@pytest.mark.parametrize(("answered", "missed"), [(0, 0), (2, 3)])
+def test_a_drafter_is_awaited_once_it_keeps_up_and_no_more_after_misses(
+    new_bench, new_link, answered: int, missed: int
+) -> None:
     bench = new_bench()
-    link = new_link(bench.engine, lambda message: None)
-    bench.engine.plain_step = 0.001
+    answers = iter([True] * answered)
+    link = new_link(
+        bench.engine, lambda message: tree(message, [1], [0]) if next(answers, False) else None
+    )
+    bench.engine.budget.observe_step(1, 0.001)
     bench.open("a", PROMPT)
     link.join("a")
-    while "a" not in bench.engine.sessions:
-        bench.engine.step(block=False)
+    bench.engine.step(block=False)
     while bench.engine.sessions:
         bench.engine.step()
-    assert bench.events["a"][-1].stats.missed_drafts == 3
+    assert bench.events["a"][-1].stats.missed_drafts == missed
+
+
+def test_one_late_drafter_costs_no_other_session_a_strike_nor_time(new_bench, new_link) -> None:
+    bench = new_bench()
+    for rows in (1, 2):
+        bench.engine.budget.observe_step(rows, 1000.0)  # waits would not end
+    silent = new_link(bench.engine, lambda m: tree(m, [1], [0]) if m.base_length < 10 else None)
+    bench.open("speculative", PROMPT)
+    silent.join("speculative")
+    bench.open("plain", PROMPT)
+    while not bench.events.get("plain") or bench.events["plain"][-1].finish is None:
+        assert bench.engine.step(block=False), "plain decoding waits for another session's draft"
+    assert "speculative" in bench.engine.sessions
+    assert bench.engine.sessions["speculative"].stats.missed_drafts == 0
+
+
+def test_a_tree_is_verified_once_and_never_after_its_pass(new_bench, new_link) -> None:
+    bench = new_bench(speculation={"nodes": 3, "budget": "auto"})
+    budget = bench.engine.budget
+    for _ in range(100):
+        budget.observe_step(1, 0.001)
+        budget.observe_step(4, 1.0)  # trees do not pay
+    link = new_link(bench.engine, lambda m: tree(m, [1, 2, 3], [0, 0, 0]))
+    bench.open("a", PROMPT, stopping=StoppingParams(max_tokens=200, ignore_eos=True))
+    link.join("a")
+    bench.run()
+    verified = sum(event.nodes > 0 for event in bench.events["a"])
+    assert verified <= len(link.sent("committed"))
+    assert verified < 30
+
+
+def test_a_late_tree_does_not_end_the_wait_for_the_one_in_time(new_bench, new_link) -> None:
+    bench = new_bench()
+    for rows in (1, 2, 4):
+        bench.engine.budget.observe_step(rows, 1000.0)
+    link = new_link(bench.engine, lambda m: tree(m, [1], [0]) if m.base_length < 10 else None)
+    session = bench.open("a", PROMPT)
+    link.join("a")
+    for _ in range(4):
+        bench.engine.step(block=False)
+    until = session.draft.awaited_until
+    assert until is not None
+    late = link.sent("committed")[-2].committed
+    token = session.tokens[late.base_length]
+    bench.engine.receive_tree(link, tree(late, [token, 5], [0, 1]))
+    assert len(session.draft.tree) == 1
+    assert session.draft.awaited_until == until
+    bench.engine.receive_tree(link, tree(link.sent("committed")[-1].committed, [5], [0]))
+    assert session.draft.awaited_until is None
+
+
+def test_a_replaced_drafter_is_told_and_its_late_tree_is_ignored(new_bench, new_link) -> None:
+    bench = new_bench()
+    old = new_link(bench.engine, lambda message: tree(message, [1], [0]), name="old")
+    new = new_link(bench.engine, lambda message: tree(message, [1], [0]), name="new")
+    bench.open("a", PROMPT)
+    old.join("a", 2)
+    bench.engine.step(block=False)
+    new.join("a", 3)
+    bench.run()
+    assert [item.closed.epoch for item in old.sent("closed")] == [2]
+    assert [item.closed.reason for item in new.sent("closed")] == ["over"]
+
+
+def test_a_tree_of_more_nodes_than_granted_is_cut_to_its_best(new_bench, new_link) -> None:
+    bench = new_bench(speculation={"nodes": 3, "budget": "fixed"})
+    link = new_link(
+        bench.engine, lambda m: tree(m, list(range(20)), [0] * 20, [-i / 10 for i in range(20)])
+    )
+    bench.open("a", PROMPT)
+    link.join("a")
+    bench.run()
+    assert {e.nodes for e in bench.events["a"] if e.nodes} == {3}
+
+
+def raise_index_error(*_: object) -> None:
+    raise IndexError("a defect")
+
+
+def test_a_request_that_breaks_the_sampler_ends_alone(new_bench) -> None:
+    bench = new_bench()
+    broken = bench.open("broken", PROMPT, SAMPLED)
+    bench.open("good", PROMPT)
+    bench.engine.step(block=False)
+    # What no request can ask for, as far as we know: stands for a defect not found yet.
+    broken.sampler.sample = raise_index_error
+    bench.run()
+    assert "sampling failed" in str(bench.events["broken"][-1].error)
+    assert len(bench.tokens("good")) == 24
+
+
+def test_a_message_that_fails_ends_nothing(new_bench) -> None:
+    bench = new_bench()
+    bench.open("a", PROMPT)
+    bench.engine.post(raise_index_error)
+    bench.run()
+    assert len(bench.tokens("a")) == 24
 
 
 def test_pushed_features_are_the_rows_of_the_new_positions(new_bench, new_link, target) -> None:
@@ -409,9 +511,8 @@ def test_a_second_session_of_the_same_id_needs_a_higher_epoch(new_bench) -> None
     bench.engine.step(block=False)
     bench.open("a", PROMPT, epoch=3)
     bench.engine.step(block=False)
-    assert bench.events["a"][-1].error is None or "epoch 3" in str(bench.events["a"][-1].error)
     errors = [event.error for event in bench.events["a"] if event.error]
-    assert len(errors) == 1
+    assert [str(error) for error in errors] == ["session a is open with epoch 3 already"]
     bench.open("a", PROMPT, epoch=4)
     bench.run()
     assert len([event for event in bench.events["a"] if event.error]) == 2

@@ -1,10 +1,7 @@
-"""The guard's switch and the node budget."""
-
-from hypothesis import given
-from hypothesis import strategies as st
+"""The guard's switch."""
 
 from coppice.settings import GuardSettings
-from verifier_svc.guard import Guard, node_budget
+from verifier_svc.guard import Guard
 
 
 def test_it_closes_above_enter_and_reopens_below_exit() -> None:
@@ -29,11 +26,3 @@ def test_an_exit_of_zero_still_reopens_when_all_have_left() -> None:
         True,
         False,
     ]
-
-
-@given(st.integers(1, 63), st.integers(1, 256), st.integers(1, 64))
-def test_the_budget_keeps_all_rows_within_the_pass(nodes: int, rows: int, decoding: int) -> None:
-    budget = node_budget(nodes, rows, decoding)
-    assert 0 <= budget <= nodes
-    assert budget == 0 or (budget + 1) * decoding <= rows
-    assert node_budget(nodes, rows, decoding + 1) <= budget

@@ -20,12 +20,12 @@ def view(
 
 
 def test_nothing_to_do_waits_for_a_message() -> None:
-    assert plan([], 10, LIMITS, 0.0) == Plan()
+    assert plan([], 10, LIMITS) == Plan()
 
 
 def test_trees_single_tokens_and_prefill_chunks_share_a_pass() -> None:
     views = [view("tree", nodes=5), view("plain"), view("prompt", pending=20)]
-    assert plan(views, 100, LIMITS, 0.0).shares == (
+    assert plan(views, 100, LIMITS).shares == (
         Share("tree", 1, 5),
         Share("plain"),
         Share("prompt", 8),
@@ -34,27 +34,29 @@ def test_trees_single_tokens_and_prefill_chunks_share_a_pass() -> None:
 
 def test_the_prefill_budget_is_shared_in_order_of_arrival() -> None:
     views = [view("first", pending=5), view("second", pending=5), view("third", pending=5)]
-    assert plan(views, 100, LIMITS, 0.0).shares == (Share("first", 5), Share("second", 3))
+    assert plan(views, 100, LIMITS).shares == (Share("first", 5), Share("second", 3))
 
 
 def test_trees_are_cut_to_the_row_budget() -> None:
     views = [view(str(index), nodes=15) for index in range(4)]
-    assert all(share.nodes == 3 for share in plan(views, 100, LIMITS, 0.0).shares)
+    assert all(share.nodes == 3 for share in plan(views, 100, LIMITS).shares)
 
 
 def test_an_awaited_tree_holds_the_pass_until_its_time_is_over() -> None:
     views = [view("ready", nodes=3), view("late", until=2.0), view("later", until=3.0)]
-    assert plan(views, 100, LIMITS, 1.0) == Plan(wait_until=2.0)
-    assert {share.session_id for share in plan(views, 100, LIMITS, 2.0).shares} == {
-        "ready",
-        "late",
-        "later",
-    }
+    assert plan(views, 100, LIMITS) == Plan(wait_until=2.0)
+    views[1] = view("late")
+    assert plan(views, 100, LIMITS).shares == (Share("ready", 1, 3), Share("late"))
+
+
+def test_plain_decoding_does_not_wait_for_the_drafts_of_others() -> None:
+    views = [view("plain"), view("ready", nodes=3), view("late", until=2.0)]
+    assert plan(views, 100, LIMITS).shares == (Share("plain"), Share("ready", 1, 3))
 
 
 def test_a_prompt_does_not_wait_for_drafts() -> None:
     views = [view("ready", nodes=3), view("late", until=2.0), view("prompt", pending=4)]
-    assert plan(views, 100, LIMITS, 1.0).shares == (Share("ready", 1, 3), Share("prompt", 4))
+    assert plan(views, 100, LIMITS).shares == (Share("ready", 1, 3), Share("prompt", 4))
 
 
 def test_admission_is_first_come_first_served() -> None:
@@ -63,18 +65,18 @@ def test_admission_is_first_come_first_served() -> None:
         view("big", pending=30, waiting=True),
         view("small", pending=2, waiting=True),
     ]
-    assert plan(views, 20, LIMITS, 0.0).admitted == ()
-    assert plan(views, 60, LIMITS, 0.0).admitted == ("big", "small")
+    assert plan(views, 20, LIMITS).admitted == ()
+    assert plan(views, 60, LIMITS).admitted == ("big", "small")
 
 
 def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
     views = [view("old", nodes=5), view("young", nodes=5)]
-    assert plan(views, 4, LIMITS, 0.0) == Plan((Share("old"), Share("young")))
+    assert plan(views, 4, LIMITS) == Plan((Share("old"), Share("young")))
 
 
 def test_the_youngest_is_preempted_when_slots_run_out() -> None:
     views = [view("old"), view("middle"), view("young")]
-    assert plan(views, 1, LIMITS, 0.0) == Plan((Share("old"), Share("middle")), (), ("young",))
+    assert plan(views, 1, LIMITS) == Plan((Share("old"), Share("middle")), (), ("young",))
 
 
 @st.composite
@@ -98,7 +100,7 @@ def test_a_plan_never_takes_more_slots_than_there_are(state: tuple[list[SessionV
     views, free = state
     # A session alone in the pool fits by admission; the pool here is big enough for each.
     free = max(free, 40 - sum(v.held for v in views))
-    result = plan(views, free, LIMITS, 1.0)
+    result = plan(views, free, LIMITS)
     by_name = {v.session_id: v for v in views}
     freed = sum(by_name[name].held for name in result.preempted)
     assert sum(share.rows + share.nodes for share in result.shares) <= free + freed
@@ -114,5 +116,5 @@ def test_a_plan_never_takes_more_slots_than_there_are(state: tuple[list[SessionV
 def test_there_is_always_progress_or_a_bounded_wait(state: tuple[list[SessionView], int]) -> None:
     views, free = state
     free = max(free, 40 - sum(v.held for v in views))
-    result = plan(views, free, LIMITS, 1.0)
+    result = plan(views, free, LIMITS)
     assert result.shares or result.preempted or result.wait_until is not None

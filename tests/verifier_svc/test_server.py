@@ -24,6 +24,7 @@ SECONDS = 20.0
 class Served:
     stub: "verifier_pb2_grpc.VerifierAsyncStub"
     bench: object
+    drained: asyncio.Event
 
     def run(self, **fields: object):
         sampling = fields.pop("sampling", common_pb2.SamplingParams(temperature=0.0, seed=1))
@@ -48,14 +49,19 @@ async def served(new_bench, tmp_path: Path) -> AsyncIterator[Served]:
         model="tiny", target_hash="hash", vocab_size=48, hidden_size=32, max_context=200
     )
     server = grpc.aio.server()
-    servicer = VerifierServicer(bench.engine, model, Tokenizer.load(tmp_path), info)
+    drained = asyncio.Event()
+
+    async def on_drain() -> None:
+        drained.set()
+
+    servicer = VerifierServicer(bench.engine, model, Tokenizer.load(tmp_path), info, on_drain)
     verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     thread = threading.Thread(target=bench.engine.run)
     thread.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(verifier_pb2_grpc.VerifierStub(channel), bench)
+        yield Served(verifier_pb2_grpc.VerifierStub(channel), bench, drained)
     bench.engine.stop()
     await asyncio.to_thread(thread.join)
     await server.stop(0)
@@ -185,6 +191,51 @@ async def test_a_drafter_joins_drafts_pulls_features_and_leaves(served: Served) 
     assert last.drafter == verifier_pb2.DRAFTER_STATE_LOST
 
 
+async def test_a_flood_of_trees_stops_no_session(served: Served) -> None:
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(hello())
+    await call.read()
+    tree = verifier_pb2.DraftItem(tree=verifier_pb2.Tree(session_id="a", tokens=[1] * 300))
+    flood = verifier_pb2.DraftMessage(items=[tree] * 5000)
+
+    async def write_for_ever() -> None:
+        while True:
+            await call.write(flood)
+
+    flooding = asyncio.create_task(write_for_ever())
+    await asyncio.sleep(0)  # the flood begins first
+    stopping = common_pb2.StoppingParams(max_tokens=100, ignore_eos=True)
+    tokens, _ = await answer(served.run(stopping=stopping))
+    assert len(tokens) == 100
+    assert len(served.bench.engine._inbox) < 10
+    flooding.cancel()
+    call.cancel()
+
+
+async def test_a_drafter_that_reads_nothing_is_cut_off(served: Served) -> None:
+    run = served.run(stopping=common_pb2.StoppingParams(max_tokens=190, ignore_eos=True))
+    await run.read()
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(hello())
+    join = verifier_pb2.Join(session_id="a", epoch=2)
+    await call.write(verifier_pb2.DraftMessage(items=[verifier_pb2.DraftItem(join=join)]))
+    engine = served.bench.engine
+    while not (session := engine.sessions.get("a")) or session.draft.link is None:
+        await run.read()
+    link = session.draft.link
+    big = verifier_pb2.Committed(features=bytes(1 << 16))
+
+    def bury() -> None:
+        for _ in range(6000):
+            link.send(verifier_pb2.VerifierItem(committed=big))
+
+    engine.post(bury)
+    _, last = await answer(run)
+    assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert link._items.qsize() <= 4096
+    call.cancel()
+
+
 async def test_joining_an_unknown_session_is_answered_with_closed(served: Served) -> None:
     call = served.stub.Draft(timeout=SECONDS)
     await call.write(hello())
@@ -213,6 +264,7 @@ async def test_draining_lets_sessions_finish_and_takes_no_new_ones(served: Serve
     tokens, _ = await answer(run)
     assert len(tokens) == 24
     assert (await drain).unfinished == 0
+    assert served.drained.is_set()
     with pytest.raises(grpc.aio.AioRpcError, match="draining") as error:
         await answer(served.run(session_id="b"))
     assert error.value.code() == grpc.StatusCode.UNAVAILABLE

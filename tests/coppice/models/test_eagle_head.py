@@ -14,6 +14,7 @@ import coppice
 from coppice.errors import StartError
 from coppice.models.config import DecoderConfig, RopeConfig
 from coppice.models.eagle_head import EagleHead, load_eagle_head, load_embeddings
+from kernels.packed import dense
 
 CPU = torch.device("cpu")
 TARGET = DecoderConfig(

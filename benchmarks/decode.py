@@ -1,0 +1,278 @@
+"""Plain against speculative decoding, in-process and through the whole service:
+`python -m benchmarks.decode --json FILE`.
+
+Greedy, one request at a time, the end of text ignored. Plain and speculative runs of a prompt
+follow each other, so that a change of the machine's mood hits both.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import ray
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.inprocess import Answer, LocalLink, generate
+from benchmarks.prompts import DEFAULT_FOLDER, SETS, chat_prompts
+from coppice.models.hub import resolve_model
+from coppice.models.loading import load_target
+from coppice.models.placement import choose_device, choose_dtype
+from coppice.request import SamplingParams, StoppingParams
+from coppice.settings import Settings
+from coppice.tokenizer import Tokenizer
+from drafter_svc.building import build_drafter
+from launcher.compose import off_loop, service
+from launcher.sources import load_settings
+from launcher.terminal import steps
+from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from verifier_svc.engine import Engine, Timings
+from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.runner import Runner
+
+GREEDY = SamplingParams(temperature=0.0)
+REQUEST_SECONDS = 300.0
+
+Prompts = dict[str, list[list[int]]]
+
+
+@dataclass(slots=True)
+class Samples:
+    """One number per prompt, by prompt set."""
+
+    by_set: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    def add(self, name: str, value: float) -> None:
+        self.by_set.setdefault(name, []).append(value)
+
+    def medians(self) -> dict[str, float]:
+        return {name: round(statistics.median(each), 3) for name, each in self.by_set.items()}
+
+
+@dataclass(slots=True)
+class InProcess:
+    plain_tok_s: Samples = field(default_factory=Samples)
+    speculative_tok_s: Samples = field(default_factory=Samples)
+    acceptance_length: Samples = field(default_factory=Samples)
+    differing_tokens: int = 0
+    step_ms: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def run_in_process(settings: Settings, prompts: Prompts, tokens: int) -> InProcess:
+    """Engine and drafter in this process, without the wire."""
+    device = choose_device(settings.model.device)
+    dtype = choose_dtype(settings.model.dtype, device)
+    path = resolve_model(settings.model.path, settings.cache_dir)
+    engine = Engine(
+        Runner(load_target(path, dtype, device), 4096), settings, VerifierMetrics("benchmark")
+    )
+    drafter = build_drafter(settings)
+    stopping = StoppingParams(max_tokens=tokens, ignore_eos=True)
+    result, speculative, seconds, steps_run = InProcess(), Timings(), 0.0, 0
+    warm_up = next(iter(prompts.values()))[0]
+    for link in (None, LocalLink(engine, drafter)):
+        generate(engine, [warm_up], GREEDY, stopping, link)
+    for name, prompt in track(flat(prompts), f"in-process, {dtype}", console=Console(stderr=True)):
+        plain, plain_seconds = timed(engine, prompt, stopping, None)
+        link = LocalLink(engine, drafter)
+        before = copy(engine.timings)
+        drafted, drafted_seconds = timed(engine, prompt, stopping, link)
+        add(speculative, engine.timings, before)
+        seconds += link.seconds
+        steps_run += link.batches
+        result.plain_tok_s.add(name, tokens / plain_seconds)
+        result.speculative_tok_s.add(name, tokens / drafted_seconds)
+        result.acceptance_length.add(name, acceptance_length(drafted.stats))
+        pairs = zip(plain.tokens, drafted.tokens, strict=True)
+        result.differing_tokens += sum(a != b for a, b in pairs)
+    result.step_ms = {
+        "draft": 1e3 * seconds / steps_run,
+        "verify": 1e3 * speculative.verify / speculative.passes,
+        "sample": 1e3 * speculative.commit / speculative.passes,
+        "plan": 1e3 * speculative.plan / speculative.passes,
+    }
+    return result
+
+
+def timed(
+    engine: Engine, prompt: list[int], stopping: StoppingParams, link: LocalLink | None
+) -> tuple[Answer, float]:
+    started = time.perf_counter()
+    (answer,) = generate(engine, [prompt], GREEDY, stopping, link)
+    return answer, time.perf_counter() - started
+
+
+def acceptance_length(stats: common_pb2.SpeculationStats) -> float:
+    """Tokens committed per verification, the new token included."""
+    return 1.0 + stats.accepted_nodes / max(1, stats.speculative_steps)
+
+
+def copy(timings: Timings) -> Timings:
+    return Timings(timings.passes, timings.wait, timings.plan, timings.verify, timings.commit)
+
+
+def add(total: Timings, after: Timings, before: Timings) -> None:
+    total.passes += after.passes - before.passes
+    total.wait += after.wait - before.wait
+    total.plan += after.plan - before.plan
+    total.verify += after.verify - before.verify
+    total.commit += after.commit - before.commit
+
+
+def flat(prompts: Prompts) -> list[tuple[str, list[int]]]:
+    return [(name, prompt) for name, each in prompts.items() for prompt in each]
+
+
+@dataclass(slots=True)
+class Served:
+    plain_tok_s: Samples = field(default_factory=Samples)
+    speculative_tok_s: Samples = field(default_factory=Samples)
+    acceptance_length: Samples = field(default_factory=Samples)
+    ttft_ms: Samples = field(default_factory=Samples)
+    ready_seconds: float = 0.0
+    differing_tokens: int = 0
+    missed_drafts: int = 0
+    step_ms: dict[str, float] = field(default_factory=dict[str, float])
+
+
+async def run_service(settings: Settings, prompts: Prompts, tokens: int) -> Served:
+    """The whole: client, gateway, verifier and drafter, over gRPC."""
+    result = Served()
+    with steps(Console(stderr=True)) as shown:
+        async with service(settings, shown) as running:
+            result.ready_seconds = running.seconds
+            handle = ray.get_actor("verifier-0", namespace=settings.ray.namespace)
+
+            def timings() -> Timings:
+                timings: Timings = ray.get(handle.timings.remote())  # pyright: ignore[reportAssignmentType]
+                return timings
+
+            await off_loop(lambda: drive(running.address, prompts, tokens, result, timings))
+    return result
+
+
+def drive(
+    address: str, prompts: Prompts, tokens: int, result: Served, timings: Callable[[], Timings]
+) -> None:
+    """Asks every prompt twice, plain and speculative, and takes down what came of it."""
+    speculative, seconds, steps_run = Timings(), 0.0, 0
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        warm_up = next(iter(prompts.values()))[0]
+        for speculation in (True, False):
+            ask(stub, warm_up, tokens, speculation)
+        for name, prompt in track(flat(prompts), "service", console=Console(stderr=True)):
+            plain, plain_seconds, ttft = ask(stub, prompt, tokens, speculation=False)
+            before = timings()
+            drafted, drafted_seconds, _ = ask(stub, prompt, tokens, speculation=True)
+            add(speculative, timings(), before)
+            stats = drafted[-1].speculation
+            seconds += drafted_seconds
+            steps_run += len(drafted)
+            result.plain_tok_s.add(name, tokens / plain_seconds)
+            result.speculative_tok_s.add(name, tokens / drafted_seconds)
+            result.acceptance_length.add(name, acceptance_length(stats))
+            result.ttft_ms.add(name, 1e3 * ttft)
+            result.missed_drafts += stats.missed_drafts
+            pairs = zip(token_ids(plain), token_ids(drafted), strict=True)
+            result.differing_tokens += sum(a != b for a, b in pairs)
+    busy = speculative.plan + speculative.verify + speculative.commit
+    result.step_ms = {
+        "wait": 1e3 * speculative.wait / steps_run,  # draft and wire
+        "verify": 1e3 * speculative.verify / steps_run,
+        "sample": 1e3 * speculative.commit / steps_run,
+        "gateway": 1e3 * (seconds - busy - speculative.wait) / steps_run,
+    }
+
+
+def ask(
+    stub: inference_pb2_grpc.InferenceStub, prompt: list[int], tokens: int, speculation: bool
+) -> tuple[list[inference_pb2.GenerateResponse], float, float]:
+    """All pieces, the seconds until the last, and until the first."""
+    request = inference_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        sampling=common_pb2.SamplingParams(temperature=0.0),
+        stopping=common_pb2.StoppingParams(max_tokens=tokens, ignore_eos=True),
+        speculation=speculation,
+    )
+    started = time.perf_counter()
+    pieces: list[inference_pb2.GenerateResponse] = []
+    first = 0.0
+    for piece in stub.Generate(request, timeout=REQUEST_SECONDS):
+        first = first or time.perf_counter() - started
+        pieces.append(piece)
+    return pieces, time.perf_counter() - started, first
+
+
+def token_ids(pieces: list[inference_pb2.GenerateResponse]) -> list[int]:
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def machine() -> dict[str, object]:
+    cpu = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    packages = ("coppice", "torch", "grpcio", "ray", "redis")
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def main(
+    json_file: Annotated[Path, typer.Option("--json", help="where the results go")],
+    prompts: Annotated[int, typer.Option(help="of each set")] = 20,
+    tokens: Annotated[int, typer.Option(help="of each answer")] = 128,
+    dtype: Annotated[str, typer.Option(help="as model.dtype")] = "auto",
+    folder: Annotated[Path, typer.Option(help="of the evaluation prompts")] = DEFAULT_FOLDER,
+) -> None:
+    """Measures, prints and writes one JSON object."""
+    flags = {"model.dtype": dtype, "gateway.port": 0, "gateway.http_port": 0}
+    settings = load_settings(flags, None)
+    tokenizer = Tokenizer.load(resolve_model(settings.model.path, settings.cache_dir))
+    chosen = {name: chat_prompts(tokenizer, name, prompts, folder) for name in SETS}
+    served = asyncio.run(run_service(settings, chosen, tokens))
+    local = run_in_process(settings, chosen, tokens)
+    results = {
+        "machine": machine(),
+        "setting": {"prompts": prompts, "tokens": tokens, "dtype": dtype},
+        "plain_tok_s": local.plain_tok_s.medians(),
+        "speculative_tok_s": local.speculative_tok_s.medians(),
+        "service_plain_tok_s": served.plain_tok_s.medians(),
+        "service_speculative_tok_s": served.speculative_tok_s.medians(),
+        "acceptance_length": local.acceptance_length.medians(),
+        "service_acceptance_length": served.acceptance_length.medians(),
+        "ttft_ms": served.ttft_ms.medians(),
+        "ready_seconds": round(served.ready_seconds, 2),
+        "step_ms": {
+            "draft": round(local.step_ms["draft"], 2),
+            "wire": round(served.step_ms["wait"] - local.step_ms["draft"], 2),
+            **{f"{name}": round(value, 2) for name, value in served.step_ms.items()},
+            "in_process_verify": round(local.step_ms["verify"], 2),
+        },
+        "missed_drafts": served.missed_drafts,
+        "differing_tokens": local.differing_tokens + served.differing_tokens,
+    }
+    text = json.dumps(results, indent=2)
+    json_file.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    typer.run(main)

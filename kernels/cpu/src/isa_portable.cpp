@@ -1,0 +1,15 @@
+// The operations for any processor.
+#include "isa.hpp"
+namespace coppice {
+namespace portable {
+namespace {
+#include "vec_portable.hpp"
+#include "elements.hpp"
+#include "linear.hpp"
+#include "rows.hpp"
+#include "attention.hpp"
+}  // namespace
+}  // namespace portable
+const Kernels kPortable = {"portable",     portable::linear,   portable::rms_norm,
+                           portable::rope, portable::silu_mul, portable::attention};
+}  // namespace coppice

@@ -1,0 +1,69 @@
+// The operations that every instruction set implements, as a table of functions.
+#pragma once
+#include <cstdint>
+
+namespace coppice {
+
+enum class Type : int64_t { kBf16 = 0, kF32 = 1 };
+
+// A weight [n, k] in panels: [n / 32][k / 2][32][2] of bf16 or [n / 32][k][32] of fp32, padded with
+// zeros, so that one block of 32 outputs is one stream of memory.
+struct Weight {
+  const void* panels;
+  int64_t n, k;
+};
+
+struct LinearArgs {
+  Type type;
+  Weight weight;
+  const void* x;         // [rows, k]
+  const void* bias;      // [n] or null
+  const void* residual;  // [rows, n] or null
+  void* out;             // [rows, n]
+  int64_t rows;
+  int64_t wide;  // out in fp32 whatever the type
+};
+
+struct NormArgs {
+  Type type;
+  const void* x;  // rows of d, `stride` elements apart
+  const void* weight;
+  void* out;  // [rows, d]
+  int64_t rows, d, stride;
+  float eps;
+};
+
+struct RopeArgs {
+  Type type;
+  const void* x;           // [rows, heads, d], rows `stride` elements apart
+  const float *cos, *sin;  // [rows, d / 2]
+  const int64_t* slots;    // row i goes to out[slots[i]]; null: to out[i]
+  void* out;               // [.., heads, d]
+  int64_t rows, heads, d, stride;
+};
+
+struct AttentionArgs {
+  Type type;
+  const void *q, *k, *v;  // q [rows, heads, d]; pools [slots, kv_heads, d]
+  void* out;              // [rows, heads, d]
+  int64_t heads, kv_heads, d;
+  const int64_t* shares;  // [segments, 4]: rows, context, tail, whether masked
+  const int64_t* keys;    // per segment: context and tail slots, then the rows' masks if masked
+  int64_t segments;
+};
+
+struct Kernels {
+  const char* name;
+  void (*linear)(const LinearArgs&);
+  void (*rms_norm)(const NormArgs&);
+  void (*rope)(const RopeArgs&);
+  void (*silu_mul)(Type, const void* gate_up, void* out, int64_t rows, int64_t d);
+  void (*attention)(const AttentionArgs&);
+};
+
+#if defined(__x86_64__)
+extern const Kernels kAvx512Bf16, kAvx512, kAvx2;
+#endif
+extern const Kernels kPortable;
+
+}  // namespace coppice

@@ -1,0 +1,125 @@
+// The C interface: plain pointers and sizes, so that building needs neither Python's nor torch's
+// headers.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "kernels.hpp"
+#include "layer.hpp"
+#include "pool.hpp"
+
+#define COPPICE_API extern "C" __attribute__((visibility("default")))
+
+namespace coppice {
+namespace {
+
+bool runs_here(const Kernels& kernels) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq");
+  if (&kernels == &kAvx512Bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+  if (&kernels == &kAvx512) return avx512;
+  if (&kernels == &kAvx2) return avx2;
+#endif
+  return &kernels == &kPortable;
+}
+
+// Best first.
+const Kernels* const kAll[] = {
+#if defined(__x86_64__)
+    &kAvx512Bf16, &kAvx512, &kAvx2,
+#endif
+    &kPortable};
+
+template <class U, int64_t Size>
+void pack(const U* weight, int64_t n, int64_t k, U* out) {
+  constexpr int64_t kBlock = 32;
+  const int64_t units = (k + Size - 1) / Size;
+  parallel((n + kBlock - 1) / kBlock, [&](int64_t block) {
+    U* to = out + block * units * kBlock * Size;
+    for (int64_t u = 0; u < units; ++u) {
+      for (int64_t i = 0; i < kBlock; ++i) {
+        for (int64_t s = 0; s < Size; ++s, ++to) {
+          const int64_t row = block * kBlock + i, column = u * Size + s;
+          *to = row < n && column < k ? weight[row * k + column] : U(0);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace coppice
+
+using namespace coppice;
+
+COPPICE_API int coppice_threads() { return threads(); }
+COPPICE_API void coppice_set_threads(int count) { set_threads(count); }
+
+// The `index`-th instruction set from the best to the plainest; null behind the last. `name` is
+// empty where this processor lacks it.
+COPPICE_API const Kernels* coppice_kernels(int index, const char** name) {
+  if (index < 0 || index >= int(sizeof kAll / sizeof *kAll)) return nullptr;
+  *name = runs_here(*kAll[index]) ? kAll[index]->name : "";
+  return kAll[index];
+}
+
+COPPICE_API void coppice_pack(int64_t type, const void* weight, int64_t n, int64_t k, void* out) {
+  if (Type(type) == Type::kF32) {
+    pack<uint32_t, 1>(static_cast<const uint32_t*>(weight), n, k, static_cast<uint32_t*>(out));
+  } else {
+    pack<uint16_t, 2>(static_cast<const uint16_t*>(weight), n, k, static_cast<uint16_t*>(out));
+  }
+}
+
+COPPICE_API void coppice_linear(const Kernels* kernels, int64_t type, const void* panels, int64_t n,
+                                int64_t k, const void* x, int64_t rows, const void* bias,
+                                const void* residual, int64_t wide, void* out) {
+  kernels->linear({Type(type), {panels, n, k}, x, bias, residual, out, rows, wide});
+}
+
+COPPICE_API void coppice_rms_norm(const Kernels* kernels, int64_t type, const void* x,
+                                  const void* weight, int64_t rows, int64_t d, float eps,
+                                  void* out) {
+  kernels->rms_norm({Type(type), x, weight, out, rows, d, d, eps});
+}
+
+COPPICE_API void coppice_rope(const Kernels* kernels, int64_t type, const void* x, const float* cos,
+                              const float* sin, int64_t rows, int64_t heads, int64_t d,
+                              int64_t stride, void* out) {
+  kernels->rope({Type(type), x, cos, sin, nullptr, out, rows, heads, d, stride});
+}
+
+COPPICE_API void coppice_silu_mul(const Kernels* kernels, int64_t type, const void* gate_up,
+                                  int64_t rows, int64_t d, void* out) {
+  kernels->silu_mul(Type(type), gate_up, out, rows, d);
+}
+
+COPPICE_API void coppice_attention(const Kernels* kernels, int64_t type, const void* q,
+                                   const void* k, const void* v, int64_t heads, int64_t kv_heads,
+                                   int64_t d, const int64_t* shares, const int64_t* keys,
+                                   int64_t segments, void* out) {
+  kernels->attention({Type(type), q, k, v, out, heads, kv_heads, d, shares, keys, segments});
+}
+
+COPPICE_API void coppice_layer(const Kernels* kernels, const Layer* layer, const void* hidden,
+                               int64_t rows, const float* cos, const float* sin,
+                               const int64_t* slots, void* k, void* v, const int64_t* shares,
+                               const int64_t* keys, int64_t segments, void* out) {
+  run_layer(*kernels, *layer, {rows, cos, sin, slots, k, v, shares, keys, segments}, hidden, out);
+}
+
+// libm for every element alike: vector code beside a scalar tail would make a row's angles depend
+// on its place in the batch.
+COPPICE_API void coppice_angles(const int64_t* positions, const float* frequencies, int64_t rows,
+                                int64_t half, float scale, float* cos, float* sin) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float angle = float(positions[row]) * frequencies[i];
+      cos[row * half + i] = std::cos(angle) * scale;
+      sin[row * half + i] = std::sin(angle) * scale;
+    }
+  }
+}

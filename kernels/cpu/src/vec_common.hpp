@@ -1,0 +1,72 @@
+// What AVX2 and plain C++ make of their few primitives: tails, reductions, pairs of bf16.
+#pragma once
+
+inline V load(const float* p, int64_t n) {
+  float lane[16] = {};
+  std::memcpy(lane, p, n * sizeof(float));
+  return load(lane);
+}
+inline V load(const bf16* p, int64_t n) {
+  bf16 lane[16] = {};
+  std::memcpy(lane, p, n * sizeof(bf16));
+  return load(lane);
+}
+template <class T>
+inline void store(T* p, V a, int64_t n) {
+  T lane[16];
+  store(lane, a);
+  std::memcpy(p, lane, n * sizeof(T));
+}
+inline V first(V a, int64_t n, float other) {
+  float lane[16];
+  store(lane, a);
+  for (int64_t i = n; i < 16; ++i) lane[i] = other;
+  return load(lane);
+}
+template <class F>
+inline float fold(V a, const F& f) {
+  float lane[16];
+  store(lane, a);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lane[i] = f(lane[i], lane[i + width]);
+  }
+  return lane[0];
+}
+inline float sum(V a) {
+  return fold(a, [](float x, float y) { return x + y; });
+}
+inline float highest(V a) {
+  return fold(a, [](float x, float y) { return x > y ? x : y; });
+}
+
+template <class T>
+struct Weights;
+template <>
+struct Weights<float> {
+  V w;
+};
+template <>
+struct Weights<bf16> {
+  Two w;
+};
+struct Pair {
+  V low, high;
+};
+inline Weights<float> load_weights(const float* p) { return {load(p)}; }
+inline Weights<bf16> load_weights(const uint32_t* p) { return {split(p)}; }
+inline V broadcast(float x) { return set1(x); }
+inline Pair broadcast(uint32_t x) {
+  const uint32_t parts[2] = {x << 16, x & 0xffff0000u};
+  float values[2];
+  std::memcpy(values, parts, sizeof parts);
+  return {set1(values[0]), set1(values[1])};
+}
+inline V dot(V acc, const Weights<float>& w, V x) { return fma(w.w, x, acc); }
+inline V dot(V acc, const Weights<bf16>& w, const Pair& x) {
+  return fma(w.w.high, x.high, fma(w.w.low, x.low, acc));
+}
+inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t stride) {
+  for (int i = 0; i < 16; ++i) {
+    for (int u = 0; u < 16; ++u) out[u * stride + i] = rows[i][u];
+  }
+}

@@ -1,0 +1,72 @@
+// Sixteen fp32 lanes in plain C++.
+#pragma once
+
+struct V {
+  float v[16];
+};
+constexpr int kMostRows = 2;
+constexpr int kQueries = 1;
+
+template <class F>
+inline V each(const F& f) {
+  V out;
+  for (int i = 0; i < 16; ++i) out.v[i] = f(i);
+  return out;
+}
+inline float as_float(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, sizeof x);
+  return x;
+}
+inline V zero() {
+  return each([](int) { return 0.0f; });
+}
+inline V set1(float x) {
+  return each([=](int) { return x; });
+}
+inline V load(const float* p) {
+  return each([=](int i) { return p[i]; });
+}
+inline void store(float* p, V a) { std::memcpy(p, a.v, sizeof a.v); }
+inline V load(const bf16* p) {
+  return each([=](int i) { return as_float(uint32_t(p[i].bits) << 16); });
+}
+inline void store(bf16* p, V a) {
+  for (int i = 0; i < 16; ++i) {
+    uint32_t u;
+    std::memcpy(&u, a.v + i, sizeof u);
+    const bool nan = (u & 0x7fffffff) > 0x7f800000;
+    p[i].bits = nan ? 0x7fc0 : static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16);
+  }
+}
+inline V operator+(V a, V b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline V operator-(V a, V b) {
+  return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline V operator*(V a, V b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline V operator/(V a, V b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline V fma(V a, V b, V c) { return a * b + c; }
+inline V maximum(V a, V b) {
+  return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline V minimum(V a, V b) {
+  return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline V pow2(V n) {
+  return each([&](int i) { return as_float(uint32_t(int(n.v[i]) + 127) << 23); });
+}
+
+struct Two {
+  V low, high;
+};
+inline Two split(const uint32_t* p) {
+  return {each([=](int i) { return as_float(p[i] << 16); }),
+          each([=](int i) { return as_float(p[i] & 0xffff0000u); })};
+}
+#include "vec_common.hpp"

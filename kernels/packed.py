@@ -1,0 +1,43 @@
+"""Weights in the order in which a native `linear` reads them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OUTPUTS_OF_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [outputs, inputs] as [outputs / 32][inputs / unit][32][unit], zero-padded; a unit
+    is two bf16 values or one fp32 value."""
+
+    panels: Tensor  # [blocks, units, 32, unit]
+    outputs: int
+    inputs: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.panels.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.panels.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.outputs, self.inputs))
+
+    def dense(self) -> Tensor:
+        """The weight as it was given [outputs, inputs]."""
+        blocks, units, width, unit = self.panels.shape
+        whole = self.panels.transpose(1, 2).reshape(blocks * width, units * unit)
+        return whole[: self.outputs, : self.inputs].contiguous()
+
+
+Weight = Tensor | PackedWeight
+
+
+def dense(weight: Weight) -> Tensor:
+    return weight.dense() if isinstance(weight, PackedWeight) else weight
