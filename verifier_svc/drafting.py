@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from coppice.errors import MalformedDraft
 from coppice.tree import DraftTree
 from protos import verifier_pb2
+from verifier_svc.awaiting import Asks, Patience
 from verifier_svc.budget import Budget
 from verifier_svc.session import DraftLink, Session
-
-MAX_STRIKES = 3
-# How fast the running mean of accepted tokens forgets.
-_MEAN_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,8 @@ def join(session: Session, link: DraftLink, epoch: int) -> str:
     if draft.link is not None and draft.link is not link:
         send_closed(draft.link, session.session_id, draft.epoch, "another drafter has joined")
     draft.epoch, draft.link = epoch, link
-    draft.known, draft.strikes, draft.told_paused = 0, 0, False
+    draft.known, draft.told_paused = 0, False
+    draft.patience, draft.asks = Patience(), Asks()
     draft.forget_tree()
     return ""
 
@@ -68,9 +66,10 @@ def receive_tree(
     if session.pending > 1:  # preempted meanwhile, and recomputing
         session.stats.stale_drafts += 1
         return
-    if draft.asked_at is not None and message.base_length == draft.known:
-        budget.observe_draft(draft.granted, now - draft.asked_at)
-        draft.asked_at = None
+    drafted = draft.asks.answered(message.base_length, now)
+    if drafted is not None:
+        budget.observe_draft(*drafted)
+    draft.patience.came(in_time=message.base_length == length)
     if message.base_length < length:
         rerooted = tree.rerooted(session.tokens[message.base_length :])
         if rerooted is None:
@@ -81,13 +80,11 @@ def receive_tree(
     draft.exact = message.base_length == length
     if draft.exact:  # else a better one is on its way, and this one is for when it is late
         draft.awaited_until = None
-    # A tree that is empty now does not show that the drafter keeps up.
-    draft.benched = draft.benched and not len(tree)
-    draft.strikes = max(0, draft.strikes - draft.exact)
 
 
 def receive_pass(session: Session, base_length: int) -> None:
     """The drafter has nothing to propose this time: nobody waits for it."""
+    session.draft.asks.answered(base_length, 0.0)
     if base_length == len(session.tokens):
         session.draft.awaited_until = None
 
@@ -95,41 +92,31 @@ def receive_pass(session: Session, base_length: int) -> None:
 def miss(session: Session, now: float, budget: Budget) -> None:
     """A tree was awaited and did not come in time; it takes so long at least."""
     draft = session.draft
-    if draft.asked_at is not None:
-        budget.observe_draft(draft.granted, now - draft.asked_at)
-        draft.asked_at = None
+    drafted = draft.asks.overdue(now)
+    if drafted is not None:
+        budget.observe_draft(*drafted)
     draft.awaited_until = None
-    draft.strikes += 1
-    draft.benched = draft.strikes >= MAX_STRIKES
-    if draft.benched:
-        # One more miss after a comeback is enough.
-        draft.strikes = MAX_STRIKES - 1
+    draft.patience.missed()
     session.stats.missed_drafts += 1
 
 
-def observe(session: Session, accepted: int) -> None:
-    """Takes the accepted tokens of a verified tree into the running mean."""
-    draft = session.draft
-    draft.extra_tokens += _MEAN_WEIGHT * (accepted - draft.extra_tokens)
-
-
 def tell_committed(
-    session: Session, budget: int, accepted: int, plain_step: float, now: float,
-    features: FeatureSource,
-) -> None:  # fmt: skip
-    """After a commit: sends what the next tree needs, or Paused when none is wanted, and sets
-    until when that tree is awaited. `plain_step` is the time of a plain step in seconds."""
+    session: Session, budget: int, accepted: int, now: float, features: FeatureSource
+) -> bool:
+    """After a commit: sends what the next tree needs, or Paused when none is wanted. Returns
+    whether a tree was asked for."""
     draft = session.draft
     if draft.link is None:
-        return
+        return False
     answered = draft.draft_id
     draft.forget_tree()  # it was verified, or came to nothing
     if budget == 0:
         if not draft.told_paused:
             draft.told_paused = True
+            draft.asks.clear()
             paused = verifier_pb2.Paused(session_id=session.session_id, epoch=draft.epoch)
             draft.link.send(verifier_pb2.VerifierItem(paused=paused))
-        return
+        return False
     length = len(session.tokens)
     # Only a drafter that is in play gets features pushed; after a gap it pulls.
     in_play = draft.known > 0 and not draft.told_paused
@@ -150,14 +137,10 @@ def tell_committed(
     )
     draft.link.send(verifier_pb2.VerifierItem(committed=committed))
     draft.known, draft.told_paused, draft.granted = length, False, budget
-    # After a gap the drafter pulls features first: that time is not the drafting's, and nobody
-    # waits for it.
-    draft.asked_at = now if in_play else None
-    draft.benched = draft.benched or not in_play
-    if not draft.benched:
-        # Waiting pays at most what the tree is expected to bring (never less than a share of a
-        # step, or one bad tree after another would end the waiting for good).
-        draft.awaited_until = now + max(0.25, draft.extra_tokens) * plain_step
+    draft.asks.add(length, now, budget, in_play)
+    if not in_play:
+        draft.patience.bench()
+    return True
 
 
 def tell_closed(session: Session, reason: str) -> None:

@@ -31,6 +31,9 @@ from verifier_svc.session import DraftLink, Session, StepEvent
 
 log = logging.getLogger(__name__)
 
+# A tree is awaited for so many plain steps at least; with a fixed budget the user has said that
+# trees are wanted, also where they do not pay.
+_LEAST_STEPS, _LEAST_STEPS_FIXED = 0.25, 4.0
 # Trees that are asked for in a row when plain decoding looks whether speculation would pay.
 _TRIAL_TREES = 6
 
@@ -283,9 +286,11 @@ class Engine:
         decoding = sum(not other.waiting for other in self.sessions.values())
         nodes = self._granted(session, decoding)
         self.metrics.node_budget.set(nodes)
-        plain_step = self.budget.step_seconds(decoding)
         now = time.monotonic()
-        drafting.tell_committed(session, nodes, accepted, plain_step, now, self._features)
+        if drafting.tell_committed(session, nodes, accepted, now, self._features):
+            steps = _LEAST_STEPS if self.budget.adaptive else _LEAST_STEPS_FIXED
+            seconds = session.draft.patience.seconds(self.budget.step_seconds(decoding), steps)
+            session.draft.awaited_until = now + seconds if seconds else None
 
     def _granted(self, session: Session, decoding: int) -> int:
         """Nodes of the session's next tree; 0: plain decoding."""

@@ -10,6 +10,7 @@ from coppice.sampler import Sampler
 from coppice.stopping import Finish, Stopper
 from coppice.tree import MAX_ROWS, DraftTree
 from protos import common_pb2, verifier_pb2
+from verifier_svc.awaiting import Asks, Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,11 @@ class DraftState:
     draft_id: int = 0
     exact: bool = False  # the tree came in time, not re-rooted
     awaited_until: float | None = None
-    asked_at: float | None = None  # of the tree for `known`, when its time says something
     granted: int = 0  # nodes of a tree at most
     trial_nodes: int = 0
     trials_left: int = 0
-    benched: bool = False  # not awaited until a tree arrives in time by itself
-    strikes: int = 0
-    extra_tokens: float = 1.0  # running mean of accepted tokens of its trees
+    patience: Patience = field(default_factory=Patience)
+    asks: Asks = field(default_factory=Asks)
 
     def forget_tree(self) -> None:
         self.tree = None

@@ -14,7 +14,6 @@ from coppice.sampler import raw_logprobs
 from coppice.stopping import Finish
 from coppice.tree import DraftTree
 from protos import common_pb2
-from verifier_svc import drafting
 from verifier_svc.runner import Rows
 from verifier_svc.scheduler import Share
 from verifier_svc.session import Logprobs, Session, StepEvent
@@ -153,7 +152,7 @@ def _report(
         session.count_step(tree, walked.accepted, engine.guard.closed)
     engine.metrics.observe_step(tree, walked)
     if len(tree):
-        drafting.observe(session, walked.accepted)
+        session.draft.patience.verified(walked.accepted)
         if session.draft.exact:
             engine.budget.observe_walk(tree, walked.rows[1:])
     session.sink(
