@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -64,45 +64,55 @@ class Samples:
 class InProcess:
     plain_tok_s: Samples = field(default_factory=Samples)
     speculative_tok_s: Samples = field(default_factory=Samples)
+    fixed_budget_tok_s: Samples = field(default_factory=Samples)
     acceptance_length: Samples = field(default_factory=Samples)
     differing_tokens: int = 0
     step_ms: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def run_in_process(settings: Settings, prompts: Prompts, tokens: int) -> InProcess:
-    """Engine and drafter in this process, without the wire."""
+    """Engine and drafter in this process, without the wire: plain, with the measured node budget,
+    and with all nodes always."""
     device = choose_device(settings.model.device)
     dtype = choose_dtype(settings.model.dtype, device)
     path = resolve_model(settings.model.path, settings.cache_dir)
-    engine = Engine(
-        Runner(load_target(path, dtype, device), 4096), settings, VerifierMetrics("benchmark")
+    runner = Runner(load_target(path, dtype, device), 4096)
+    always = settings.speculation.model_copy(update={"budget": "fixed"})
+    engine = Engine(runner, settings, VerifierMetrics("auto"))
+    fixed = Engine(
+        runner, settings.model_copy(update={"speculation": always}), VerifierMetrics("fixed")
     )
     drafter = build_drafter(settings)
     stopping = StoppingParams(max_tokens=tokens, ignore_eos=True)
-    result, speculative, seconds, steps_run = InProcess(), Timings(), 0.0, 0
+    result, passes, drafting, batches = InProcess(), Timings(), 0.0, 0
     warm_up = next(iter(prompts.values()))[0]
-    for link in (None, LocalLink(engine, drafter)):
-        generate(engine, [warm_up], GREEDY, stopping, link)
+    for each in (engine, fixed):
+        generate(each, [warm_up], GREEDY, stopping, LocalLink(each, drafter))
     for name, prompt in track(flat(prompts), f"in-process, {dtype}", console=Console(stderr=True)):
         plain, plain_seconds = timed(engine, prompt, stopping, None)
-        link = LocalLink(engine, drafter)
-        before = copy(engine.timings)
-        drafted, drafted_seconds = timed(engine, prompt, stopping, link)
-        add(speculative, engine.timings, before)
-        seconds += link.seconds
-        steps_run += link.batches
+        auto, auto_seconds = timed(engine, prompt, stopping, LocalLink(engine, drafter))
+        link, before = LocalLink(fixed, drafter), replace(fixed.timings)
+        drafted, drafted_seconds = timed(fixed, prompt, stopping, link)
+        add(passes, fixed.timings, before)
+        drafting += link.seconds
+        batches += link.batches
         result.plain_tok_s.add(name, tokens / plain_seconds)
-        result.speculative_tok_s.add(name, tokens / drafted_seconds)
+        result.speculative_tok_s.add(name, tokens / auto_seconds)
+        result.fixed_budget_tok_s.add(name, tokens / drafted_seconds)
         result.acceptance_length.add(name, acceptance_length(drafted.stats))
-        pairs = zip(plain.tokens, drafted.tokens, strict=True)
-        result.differing_tokens += sum(a != b for a, b in pairs)
+        result.differing_tokens += differing(plain.tokens, auto.tokens)
+        result.differing_tokens += differing(plain.tokens, drafted.tokens)
     result.step_ms = {
-        "draft": 1e3 * seconds / steps_run,
-        "verify": 1e3 * speculative.verify / speculative.passes,
-        "sample": 1e3 * speculative.commit / speculative.passes,
-        "plan": 1e3 * speculative.plan / speculative.passes,
+        "draft": 1e3 * drafting / batches,
+        "plan": 1e3 * passes.plan / passes.passes,
+        "verify": 1e3 * passes.verify / passes.passes,
+        "sample": 1e3 * passes.commit / passes.passes,
     }
     return result
+
+
+def differing(one: list[int], other: list[int]) -> int:
+    return sum(a != b for a, b in zip(one, other, strict=True))
 
 
 def timed(
@@ -116,10 +126,6 @@ def timed(
 def acceptance_length(stats: common_pb2.SpeculationStats) -> float:
     """Tokens committed per verification, the new token included."""
     return 1.0 + stats.accepted_nodes / max(1, stats.speculative_steps)
-
-
-def copy(timings: Timings) -> Timings:
-    return Timings(timings.passes, timings.wait, timings.plan, timings.verify, timings.commit)
 
 
 def add(total: Timings, after: Timings, before: Timings) -> None:
@@ -185,15 +191,16 @@ def drive(
             result.acceptance_length.add(name, acceptance_length(stats))
             result.ttft_ms.add(name, 1e3 * ttft)
             result.missed_drafts += stats.missed_drafts
-            pairs = zip(token_ids(plain), token_ids(drafted), strict=True)
-            result.differing_tokens += sum(a != b for a, b in pairs)
+            result.differing_tokens += differing(token_ids(plain), token_ids(drafted))
     busy = speculative.plan + speculative.verify + speculative.commit
-    result.step_ms = {
-        "wait": 1e3 * speculative.wait / steps_run,  # draft and wire
-        "verify": 1e3 * speculative.verify / steps_run,
-        "sample": 1e3 * speculative.commit / steps_run,
-        "gateway": 1e3 * (seconds - busy - speculative.wait) / steps_run,
+    parts = {
+        "wait": speculative.wait,  # for drafts: drafting and the wire between
+        "plan": speculative.plan,
+        "verify": speculative.verify,
+        "sample": speculative.commit,
+        "gateway": seconds - busy - speculative.wait,  # and the client's wire
     }
+    result.step_ms = {name: 1e3 * part / steps_run for name, part in parts.items()}
 
 
 def ask(
@@ -219,6 +226,10 @@ def token_ids(pieces: list[inference_pb2.GenerateResponse]) -> list[int]:
     return [token for piece in pieces for token in piece.token_ids]
 
 
+def rounded(parts: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in parts.items()}
+
+
 def machine() -> dict[str, object]:
     cpu = platform.processor()
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -239,20 +250,23 @@ def main(
     prompts: Annotated[int, typer.Option(help="of each set")] = 20,
     tokens: Annotated[int, typer.Option(help="of each answer")] = 128,
     dtype: Annotated[str, typer.Option(help="as model.dtype")] = "auto",
+    budget: Annotated[str, typer.Option(help="of the service, as speculation.budget")] = "auto",
     folder: Annotated[Path, typer.Option(help="of the evaluation prompts")] = DEFAULT_FOLDER,
 ) -> None:
     """Measures, prints and writes one JSON object."""
     flags = {"model.dtype": dtype, "gateway.port": 0, "gateway.http_port": 0}
-    settings = load_settings(flags, None)
+    settings = load_settings(flags)
+    service_settings = load_settings({**flags, "speculation.budget": budget})
     tokenizer = Tokenizer.load(resolve_model(settings.model.path, settings.cache_dir))
     chosen = {name: chat_prompts(tokenizer, name, prompts, folder) for name in SETS}
-    served = asyncio.run(run_service(settings, chosen, tokens))
+    served = asyncio.run(run_service(service_settings, chosen, tokens))
     local = run_in_process(settings, chosen, tokens)
     results = {
         "machine": machine(),
-        "setting": {"prompts": prompts, "tokens": tokens, "dtype": dtype},
+        "setting": {"prompts": prompts, "tokens": tokens, "dtype": dtype, "budget": budget},
         "plain_tok_s": local.plain_tok_s.medians(),
         "speculative_tok_s": local.speculative_tok_s.medians(),
+        "fixed_budget_tok_s": local.fixed_budget_tok_s.medians(),
         "service_plain_tok_s": served.plain_tok_s.medians(),
         "service_speculative_tok_s": served.speculative_tok_s.medians(),
         "acceptance_length": local.acceptance_length.medians(),
@@ -260,10 +274,8 @@ def main(
         "ttft_ms": served.ttft_ms.medians(),
         "ready_seconds": round(served.ready_seconds, 2),
         "step_ms": {
-            "draft": round(local.step_ms["draft"], 2),
-            "wire": round(served.step_ms["wait"] - local.step_ms["draft"], 2),
-            **{f"{name}": round(value, 2) for name, value in served.step_ms.items()},
-            "in_process_verify": round(local.step_ms["verify"], 2),
+            "in_process": rounded(local.step_ms),
+            "service": rounded(served.step_ms),
         },
         "missed_drafts": served.missed_drafts,
         "differing_tokens": local.differing_tokens + served.differing_tokens,

@@ -35,30 +35,30 @@ def target(request: pytest.FixtureRequest):
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_speculation_gives_the_same_bits_whatever_the_tree(target, references, sampling) -> None:
-    prompts = [r.prompt for r in references[::7]]
-    plain = said(target.generate(prompts, sampling, 64))
-    for nodes, depth, top_k in ((1, 1, 1), (7, 6, 8), (15, 4, 4), (63, 6, 8)):
-        tree = target.generate(prompts, sampling, 64, nodes=nodes, depth=depth, top_k=top_k)
+    prompts = [r.prompt for r in references[::10]]
+    plain = said(target.generate(prompts, sampling, 48))
+    for nodes, depth, top_k in ((1, 1, 1), (7, 6, 8), (63, 6, 8)):
+        tree = target.generate(prompts, sampling, 48, nodes=nodes, depth=depth, top_k=top_k)
         assert said(tree) == plain
         assert sum(a.stats.accepted_nodes for a in tree) > 10
 
 
 def test_the_batch_changes_no_bit(target, references) -> None:
     prompts = [r.prompt for r in references[:8]]
-    alone = [said(target.generate([prompt], GREEDY, 32))[0] for prompt in prompts]
-    assert said(target.generate(prompts, GREEDY, 32)) == alone
-    assert said(target.generate(prompts[:3], GREEDY, 32, nodes=15)) == alone[:3]
+    alone = [said(target.generate([prompt], GREEDY, 16))[0] for prompt in prompts]
+    assert said(target.generate(prompts, GREEDY, 16)) == alone
+    assert said(target.generate(prompts[:3], GREEDY, 16, nodes=15)) == alone[:3]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1024])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
 def test_the_chunks_of_a_prompt_change_no_bit(target, references, chunk: int) -> None:
     prompts = [references[7].prompt]
-    whole = said(target.generate(prompts, GREEDY, 24))
-    assert said(target.generate(prompts, GREEDY, 24, nodes=7, chunk=chunk)) == whole
+    whole = said(target.generate(prompts, GREEDY, 12))
+    assert said(target.generate(prompts, GREEDY, 12, nodes=7, chunk=chunk)) == whole
 
 
 def test_recomputing_after_preemption_changes_no_bit(target, references) -> None:
-    prompts = [r.prompt for r in references[:6]]
+    prompts = [r.prompt for r in references[:5]]
     whole = said(target.generate(prompts, SAMPLED, 48))
     longest = max(len(prompt) for prompt in prompts)
     tight = target.generate(prompts, SAMPLED, 48, nodes=7, slots=2 * longest + 200)

@@ -26,7 +26,8 @@ def test_plain_decoding_equals_transformers(fp32, references) -> None:
 def test_speculation_equals_transformers(
     fp32, references, nodes: int, depth: int, top_k: int
 ) -> None:
-    chosen = references if nodes <= 15 else references[::4]
+    # All 20 with the default tree; a passage of them with the others, which cost minutes.
+    chosen = references if nodes == 15 else references[::4]
     answers = fp32.generate(
         [r.prompt for r in chosen], GREEDY, nodes=nodes, depth=depth, top_k=top_k
     )
@@ -49,7 +50,7 @@ def test_the_kept_reference_is_what_transformers_answers(references, model_path:
 
 @pytest.mark.parametrize("sampling", [SAMPLED, PENALIZED], ids=["top-p", "penalties"])
 def test_a_seeded_sample_does_not_depend_on_the_tree(fp32, references, sampling) -> None:
-    prompts = [r.prompt for r in references[::5]]
+    prompts = [r.prompt for r in references[::7]]
     plain = [a.tokens for a in fp32.generate(prompts, sampling, 64)]
     bushy = fp32.generate(prompts, sampling, 64, nodes=15)
     chain = fp32.generate(prompts, sampling, 64, nodes=3, depth=3, top_k=1)
