@@ -13,6 +13,7 @@ namespace {
 #include "elements.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
+#include "chunk.hpp"
 #include "attention.hpp"
 }  // namespace
 }  // namespace avx2

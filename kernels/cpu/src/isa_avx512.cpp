@@ -14,6 +14,7 @@ namespace {
 #include "elements.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
+#include "chunk.hpp"
 #include "attention.hpp"
 }  // namespace
 }  // namespace avx512
