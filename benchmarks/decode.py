@@ -19,7 +19,6 @@ from typing import Annotated
 
 import grpc
 import ray
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -61,13 +60,19 @@ class Samples:
 
 
 @dataclass(slots=True)
-class InProcess:
+class Measured:
+    """What both ways of running have in common."""
+
     plain_tok_s: Samples = field(default_factory=Samples)
     speculative_tok_s: Samples = field(default_factory=Samples)
-    fixed_budget_tok_s: Samples = field(default_factory=Samples)
     acceptance_length: Samples = field(default_factory=Samples)
     differing_tokens: int = 0
     step_ms: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(slots=True)
+class InProcess(Measured):
+    fixed_budget_tok_s: Samples = field(default_factory=Samples)
 
 
 def run_in_process(settings: Settings, prompts: Prompts, tokens: int) -> InProcess:
@@ -141,15 +146,10 @@ def flat(prompts: Prompts) -> list[tuple[str, list[int]]]:
 
 
 @dataclass(slots=True)
-class Served:
-    plain_tok_s: Samples = field(default_factory=Samples)
-    speculative_tok_s: Samples = field(default_factory=Samples)
-    acceptance_length: Samples = field(default_factory=Samples)
+class Served(Measured):
     ttft_ms: Samples = field(default_factory=Samples)
     ready_seconds: float = 0.0
-    differing_tokens: int = 0
     missed_drafts: int = 0
-    step_ms: dict[str, float] = field(default_factory=dict[str, float])
 
 
 async def run_service(settings: Settings, prompts: Prompts, tokens: int) -> Served:
@@ -286,5 +286,4 @@ def main(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     typer.run(main)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from coppice.models.placement import dtype_name
 from coppice.request import SamplingParams, StoppingParams
-from coppice.sampler import Sampler
 from coppice.stopping import Stopper
 from drafter_svc import wire
 from drafter_svc.drafter import Drafter, FeatureRows, Features
 from drafter_svc.session import Session as DraftSession
 from protos import common_pb2, verifier_pb2
 from verifier_svc.engine import Engine
-from verifier_svc.session import DraftState, Logprobs, Session, StepEvent
+from verifier_svc.session import Logprobs, StepEvent, new_session
 
 EPOCH = 1
 
@@ -91,7 +91,7 @@ class LocalLink:
         message = verifier_pb2.FeatureRequest(
             session_id=session.session_id, epoch=EPOCH, start=missing.start, end=missing.stop
         )
-        dtype = str(self._engine.runner.model.dtype).removeprefix("torch.")
+        dtype = dtype_name(self._engine.runner.model.dtype)
         data = self._engine.read_features(message)
         rows = wire.feature_rows(data, dtype, self._drafter.hidden_size)
         session.add_features(FeatureRows(missing.start, rows))
@@ -110,19 +110,15 @@ def generate(
     max_tokens = stopping.max_tokens or 128
     for index, prompt in enumerate(prompts):
         stopper = Stopper(stopping, eos, max_tokens, None)
-        sampler = Sampler(
-            sampling, sampling.seed or 0, prompt, stopping.min_tokens, stopper.ending_ids
-        )
-        session = Session(
+        session = new_session(
             str(index),
+            EPOCH,
+            prompt,
             sampling,
-            list(prompt),
-            len(prompt),
-            sampler,
+            stopping.min_tokens,
             stopper,
             answers[index].take,
             link is not None,
-            DraftState(EPOCH),
         )
         engine.post(lambda session=session: engine.open(session))
         if link is not None:

@@ -18,6 +18,7 @@ from coppice.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from coppice.models.placement import dtype_name
 from coppice.settings import Settings
 from coppice.slots import SlotAllocator
 from coppice.tree import MAX_ROWS
@@ -74,7 +75,7 @@ class Engine:
         speculation = self.settings.speculation
         self.budget = Budget(speculation.nodes, verifier.row_budget, speculation.budget == "auto")
         self._limits = scheduler.Limits(verifier.prefill_chunk, verifier.row_budget, MAX_ROWS)
-        dtype = str(self.runner.model.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.runner.model.dtype)
         self._features = drafting.FeatureSource(self.runner.read_features, dtype)
 
     # ---- from any thread ---------------------------------------------------

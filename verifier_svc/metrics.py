@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from coppice.acceptance import Walk
+from coppice.telemetry import exposition
 from coppice.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class VerifierMetrics:
 
     def text(self) -> str:
         """All series in Prometheus' exposition format."""
-        return generate_latest(self.registry).decode()
+        return exposition(self.registry)
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -11,13 +11,13 @@ from google.protobuf.message import Message
 
 from coppice.errors import CoppiceError, FailedPrecondition, InvalidArgument, Unavailable
 from coppice.models.decoder import Decoder
+from coppice.models.placement import dtype_name
 from coppice.request import SamplingParams, StoppingParams, check_tokens, parse_params
-from coppice.sampler import Sampler
 from coppice.stopping import FinishReason, Stopper
 from coppice.tokenizer import Tokenizer
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine import Engine
-from verifier_svc.session import DraftState, Logprobs, Session, StepEvent
+from verifier_svc.session import Logprobs, Session, StepEvent, new_session
 
 PROTOCOL_VERSION = 1
 FEATURE_CHUNK_BYTES = 256 * 1024
@@ -146,7 +146,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     ) -> AsyncIterator[verifier_pb2.FeatureChunk]:
         width = self._model.config.hidden_size * self._model.dtype.itemsize
         rows = max(1, FEATURE_CHUNK_BYTES // width)
-        dtype = str(self._model.dtype).removeprefix("torch.")
+        dtype = dtype_name(self._model.dtype)
         start = request.start
         while start < request.end:
             part = verifier_pb2.FeatureRequest(
@@ -256,21 +256,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         if len(committed) >= max_tokens:
             raise InvalidArgument("committed", len(committed), f"of fewer than {max_tokens} tokens")
         stopper = Stopper(stopping, self._model.config.eos_token_ids, max_tokens, self._tokenizer)
-        sampler = Sampler(sampling, sampling.seed, prompt, stopping.min_tokens, stopper.ending_ids)
-        for token in committed:
-            sampler.accept(token)
-            if stopper.push(token) is not None:
-                raise InvalidArgument("committed", committed, "an answer that has not ended")
-        return Session(
+        return new_session(
             request.session_id,
+            request.epoch,
+            prompt,
             sampling,
-            prompt + committed,
-            len(prompt),
-            sampler,
+            stopping.min_tokens,
             stopper,
             sink,
             request.speculation,
-            DraftState(request.epoch),
+            committed,
         )
 
     def _checked_hello(self, message: verifier_pb2.DraftMessage) -> verifier_pb2.Hello:

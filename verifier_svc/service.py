@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from coppice import __version__
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target, target_hash
-from coppice.models.placement import choose_device, choose_dtype
+from coppice.models.placement import choose_device, choose_dtype, dtype_name
 from coppice.settings import Settings
 from coppice.tokenizer import Tokenizer
 from coppice.tree import MAX_ROWS, DraftTree
@@ -58,7 +58,7 @@ class VerifierService:
             hidden_size=model.config.hidden_size,
             # A session alone in the pool always fits: its tokens and the rows of one tree.
             max_context=min(model.config.max_context, settings.verifier.kv_slots - MAX_ROWS),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             eos_token_ids=model.config.eos_token_ids,
             numerics_fingerprint=fingerprint(dtype, device),
             max_rows=MAX_ROWS,
@@ -142,5 +142,4 @@ def fingerprint(dtype: torch.dtype, device: torch.device) -> str:
         chip = torch.cuda.get_device_name(device)
     else:
         chip = f"{ops.describe()} {torch.backends.cpu.get_cpu_capability()}"
-    name = str(dtype).removeprefix("torch.")
-    return f"torch-{torch.__version__}/{device.type}/{chip}/{name}/tp1"
+    return f"torch-{torch.__version__}/{device.type}/{chip}/{dtype_name(dtype)}/tp1"

@@ -1,10 +1,10 @@
 """One sequence at the verifier: its tokens, its slots, and its draft."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, InvalidArgument
 from coppice.request import SamplingParams
 from coppice.sampler import Sampler
 from coppice.stopping import Finish, Stopper
@@ -114,3 +114,36 @@ class Session:
         stats.accepted_per_position.extend([0] * max(0, min(missing, MAX_ROWS)))
         for position in range(accepted):
             stats.accepted_per_position[position] += 1
+
+
+def new_session(
+    session_id: str,
+    epoch: int,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    min_tokens: int,
+    stopper: Stopper,
+    sink: Callable[[StepEvent], None],
+    speculation: bool,
+    committed: Sequence[int] = (),
+) -> Session:
+    """A session that goes on from `committed`, whatever was before. Without a seed it is 0.
+
+    Raises InvalidArgument when the answer has ended with `committed`.
+    """
+    sampler = Sampler(sampling, sampling.seed or 0, prompt, min_tokens, stopper.ending_ids)
+    for token in committed:
+        sampler.accept(token)
+        if stopper.push(token) is not None:
+            raise InvalidArgument("committed", list(committed), "an answer that has not ended")
+    return Session(
+        session_id,
+        sampling,
+        [*prompt, *committed],
+        len(prompt),
+        sampler,
+        stopper,
+        sink,
+        speculation,
+        DraftState(epoch),
+    )

@@ -8,6 +8,11 @@ from kernels import ops
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings and messages spell it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` takes a GPU where there is one. Raises StartError for a device that is not here."""
     if name == "auto":

@@ -10,6 +10,7 @@ import torch
 from benchmarks.inprocess import Answer, LocalLink, generate
 from coppice.models.hub import DEFAULT_MODEL, resolve_model
 from coppice.models.loading import load_target
+from coppice.models.placement import dtype_name
 from coppice.request import SamplingParams, StoppingParams
 from coppice.settings import Settings
 from drafter_svc.building import build_drafter
@@ -78,7 +79,7 @@ class Target:
 def load(dtype: torch.dtype) -> Target:
     path = resolve_model(DEFAULT_MODEL, Settings().cache_dir)
     model = load_target(path, dtype, torch.device("cpu"))
-    return Target(Runner(model, SLOTS), str(dtype).removeprefix("torch."))
+    return Target(Runner(model, SLOTS), dtype_name(dtype))
 
 
 @pytest.fixture(scope="session")

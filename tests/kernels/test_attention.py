@@ -1,5 +1,7 @@
 """Attention over slots: right, blind to what it may not read, and each row's bits its own."""
 
+from dataclasses import dataclass
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,6 +58,37 @@ def tree_of(rows: int, data: st.DataObject) -> tuple[Tensor, list[list[int]]]:
     return paths([data.draw(st.integers(max(0, row - 6), row - 1)) for row in range(1, rows)])
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A tree below a context, with queries for its rows."""
+
+    pools: Pools
+    q: Tensor  # [rows, heads, d]
+    before: Tensor  # [context] slots
+    own: Tensor  # [rows] slots
+    masks: Tensor  # [rows]
+    ways: list[list[int]]  # per row: the nodes on its path
+
+    @property
+    def segment(self) -> Segment:
+        return Segment(len(self.own), self.before, self.own, self.masks)
+
+
+def drawn(
+    shape: tuple[int, int, int],
+    context: int,
+    rows: int,
+    dtype: torch.dtype,
+    data: st.DataObject,
+) -> Drawn:
+    kv_heads, group, dim = shape
+    pools = Pools(kv_heads, dim, dtype, context + rows)
+    masks, ways = tree_of(rows, data)
+    q = torch.randn(rows, kv_heads * group, dim).to(dtype)
+    own = pools.order[context : context + rows]
+    return Drawn(pools, q, pools.order[:context], own, masks, ways)
+
+
 @settings(max_examples=20, deadline=None)
 @given(shape=SHAPES, context=CONTEXTS, rows=st.integers(1, 64), data=st.data())
 def test_a_tree_reads_its_paths_and_nothing_else(
@@ -66,16 +99,12 @@ def test_a_tree_reads_its_paths_and_nothing_else(
     rows: int,
     data: st.DataObject,
 ) -> None:
-    kv_heads, group, dim = shape
-    pools = Pools(kv_heads, dim, dtype, context + rows)
-    own = pools.order[context : context + rows]
-    masks, ways = tree_of(rows, data)
-    q = torch.randn(rows, kv_heads * group, dim).to(dtype)
-    ours = attend(backend, q, pools, Segment(rows, pools.order[:context], own, masks))
+    tree = drawn(shape, context, rows, dtype, data)
+    ours = attend(backend, tree.q, tree.pools, tree.segment)
     assert torch.isfinite(ours).all()
     for row in {0, rows // 2, rows - 1}:
-        keys = torch.cat((pools.order[:context], own[ways[row]]))
-        expected = exact(q[row], pools, keys)
+        keys = torch.cat((tree.before, tree.own[tree.ways[row]]))
+        expected = exact(tree.q[row], tree.pools, keys)
         assert (ours[row].double() - expected).abs().max() <= ROUNDING[dtype] * 4
 
 
@@ -89,13 +118,10 @@ def test_a_node_has_the_bits_of_a_plain_step_and_of_a_prefill_of_its_path(
     rows: int,
     data: st.DataObject,
 ) -> None:
-    kv_heads, group, dim = shape
-    pools = Pools(kv_heads, dim, dtype, context + rows)
-    before, own = pools.order[:context], pools.order[context : context + rows]
-    masks, ways = tree_of(rows, data)
-    q = torch.randn(rows, kv_heads * group, dim).to(dtype)
-    tree = attend(backend, q, pools, Segment(rows, before, own, masks))
-    way = ways[data.draw(st.integers(0, rows - 1))]
+    case = drawn(shape, context, rows, dtype, data)
+    pools, q, before, own = case.pools, case.q, case.before, case.own
+    tree = attend(backend, q, pools, case.segment)
+    way = case.ways[data.draw(st.integers(0, rows - 1))]
     path = own[way]
     prefill = attend(backend, q[way], pools, Segment(len(way), before, path, None))
     assert torch.equal(prefill, tree[way])

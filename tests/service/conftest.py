@@ -24,6 +24,7 @@ SECONDS = 120.0
 class Reply:
     """All pieces of one answer."""
 
+    call: object = None  # the stream that they come from
     pieces: list[inference_pb2.GenerateResponse] = field(default_factory=list)
 
     @property
@@ -65,12 +66,19 @@ class Whole:
         return self.stub.Chat(request, timeout=timeout)
 
     async def ask(self, text: str, **options: object) -> Reply:
-        reply = Reply()
-        await self.rest(self.start(text, **options), reply)
+        reply = Reply(self.start(text, **options))
+        await self.rest(reply)
         return reply
 
-    async def rest(self, call, reply: Reply) -> None:
-        while (piece := await call.read()) is not grpc.aio.EOF:
+    async def ask_until(self, mode: int, text: str, **options: object) -> Reply:
+        """The beginning of an answer, up to its first step in `mode`."""
+        reply = Reply(self.start(text, **options))
+        while mode not in reply.modes:
+            reply.pieces.append(await reply.call.read())
+        return reply
+
+    async def rest(self, reply: Reply) -> None:
+        while (piece := await reply.call.read()) is not grpc.aio.EOF:
             reply.pieces.append(piece)
 
     async def metric(self, name: str, label: str = "") -> float:

@@ -75,10 +75,10 @@ async def test_a_deadline_ends_the_answer_and_frees_its_slots(whole) -> None:
 
 async def test_a_killed_drafter_costs_speed_and_no_token(whole) -> None:
     wanted = (await whole.ask(QUESTION, tokens=160, speculation=False)).tokens
-    reply = await _read_until_speculating(whole, tokens=160)
+    reply = await whole.ask_until(SPECULATIVE, QUESTION, tokens=160)
     # Plain decoding would be over long before the actor is back: the session must be long.
     ray.kill(whole.actor("drafter-0"), no_restart=False)
-    await whole.rest(reply.call, reply)
+    await whole.rest(reply)
     assert reply.tokens == wanted
     assert PLAIN in reply.modes
 
@@ -89,7 +89,7 @@ async def test_a_killed_drafter_costs_speed_and_no_token(whole) -> None:
 
 
 async def test_speculation_resumes_in_the_running_stream_after_a_drafter_was_killed(whole) -> None:
-    reply = await _read_until_speculating(whole, tokens=1500)
+    reply = await whole.ask_until(SPECULATIVE, QUESTION, tokens=1500)
     ray.kill(whole.actor("drafter-0"), no_restart=False)
     killed_at = len(reply.pieces)
     while PLAIN not in reply.modes[killed_at:]:
@@ -156,15 +156,6 @@ async def _attack(call, session: str) -> None:
             await send(tree=tree(max(0, base - 1), [7], [0], [-1.0]))  # late
             await send(tree=tree(base, [7], [0], [-1.0], epoch=3))  # of a replaced attachment
             await send(tree=tree(base, [7, 8], [0, 1], [-1.0, -2.0]))  # well-formed and wrong
-
-
-async def _read_until_speculating(whole, tokens: int):
-    call = whole.start(QUESTION, tokens=tokens)
-    reply = type(await whole.ask("Hi", tokens=1))()
-    reply.call = call
-    while SPECULATIVE not in reply.modes:
-        reply.pieces.append(await call.read())
-    return reply
 
 
 @pytest.mark.parametrize(

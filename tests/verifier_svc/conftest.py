@@ -9,14 +9,13 @@ import torch
 from coppice.models.config import DecoderConfig, RopeConfig
 from coppice.models.decoder import Decoder, DecoderWeights, LayerWeights, RotaryTable
 from coppice.request import SamplingParams, StoppingParams
-from coppice.sampler import Sampler
 from coppice.settings import Settings
 from coppice.stopping import Stopper
 from protos import verifier_pb2
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.runner import Runner
-from verifier_svc.session import DraftState, Session, StepEvent
+from verifier_svc.session import Session, StepEvent, new_session
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM = 48, 32, 2, 4, 2, 8
 
@@ -74,16 +73,10 @@ class Bench:
         sampling = sampling or SamplingParams(temperature=0.0)
         stopping = stopping or StoppingParams(max_tokens=24, ignore_eos=True)
         stopper = Stopper(stopping, (1,), stopping.max_tokens or 24, None)
-        sampler = Sampler(
-            sampling, sampling.seed or 0, prompt, stopping.min_tokens, stopper.ending_ids
-        )
-        for token in committed:
-            sampler.accept(token)
-            stopper.push(token)
         events = self.events.setdefault(name, [])
-        session = Session(
-            name, sampling, [*prompt, *committed], len(prompt), sampler, stopper,
-            events.append, speculation, DraftState(epoch),
+        session = new_session(
+            name, epoch, prompt, sampling, stopping.min_tokens, stopper,
+            events.append, speculation, committed,
         )  # fmt: skip
         self.engine.post(lambda: self.engine.open(session))
         return session
