@@ -1,0 +1,1 @@
+"""The CUDA backend: Triton kernels behind the operations of kernels.reference."""
