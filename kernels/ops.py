@@ -1,13 +1,16 @@
 """The one place that chooses a backend for an operation.
 
 bf16 and fp32 on the CPU go to the native library where it was built: there the bits of a row depend
-on that row alone (exact mode). Everything else is served by plain torch. Gradients are torch's too.
+on that row alone (exact mode). bf16 and fp16 on a GPU go to Triton kernels, which are made for the
+same (see docs/kernels-gpu.md for what was seen of it). Everything else is served by plain torch.
+Gradients are torch's too.
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +22,12 @@ from kernels.cpu.layer import plan_layer
 from kernels.cpu.library import open_library
 from kernels.layer import LayerSizes, LayerWeights
 from kernels.packed import PackedWeight, Weight, dense
+from kernels.triton.opening import open_backend
+
+if TYPE_CHECKING:
+    from kernels.triton.backend import TritonBackend
+
+CPU = torch.device("cpu")
 
 __all__ = [
     "LayerSizes",
@@ -51,36 +60,58 @@ def native_backends() -> tuple[CpuBackend, ...]:
 
 
 _BEST = next(iter(native_backends()), None)
-_backend: ContextVar[CpuBackend | None] = ContextVar("kernels_backend", default=_BEST)
+_backend: ContextVar["CpuBackend | TritonBackend | None"] = ContextVar(
+    "kernels_backend", default=_BEST
+)
+_chosen: ContextVar[bool] = ContextVar("kernels_backend_chosen", default=False)
 
 
 @contextmanager
-def use_backend(backend: CpuBackend | None) -> Generator[None]:
+def use_backend(backend: "CpuBackend | TritonBackend | None") -> Generator[None]:
     """Another backend than the best one for the calls inside; None: plain torch."""
-    token = _backend.set(backend)
+    token, chosen = _backend.set(backend), _chosen.set(True)
     try:
         yield
     finally:
         _backend.reset(token)
+        _chosen.reset(chosen)
 
 
-def describe() -> str:
-    """What serves the CPU, for fingerprints: its numbers are equal where this is equal."""
-    backend = _backend.get()
+def describe(device: torch.device = CPU) -> str:
+    """What serves a device, for fingerprints: its numbers are equal where this is equal."""
+    backend = _backend_of(device)
     return "torch" if backend is None else backend.name
 
 
 def set_threads(count: int) -> None:
     """How many threads share one operation, torch's and the native library's, in this process."""
     torch.set_num_threads(count)
-    if (backend := _backend.get()) is not None:
+    if isinstance(backend := _backend.get(), CpuBackend):
         backend.set_threads(count)
 
 
+def _backend_of(device: torch.device) -> "CpuBackend | TritonBackend | None":
+    if device.type == "cuda" and not _chosen.get():
+        return open_backend(device)
+    return _backend.get()
+
+
 def _native(x: Tensor) -> CpuBackend | None:
+    """The native library, if it takes this tensor."""
     if x.dtype not in TYPES or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    return _backend.get()
+    backend = _backend.get()
+    return backend if isinstance(backend, CpuBackend) else None
+
+
+def _serving(x: Tensor) -> "CpuBackend | TritonBackend | None":
+    """What takes this tensor, if it is not plain torch."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return None
+    backend = _backend_of(x.device)
+    if backend is None or isinstance(backend, CpuBackend):
+        return _native(x)
+    return backend if backend.takes(x) else None
 
 
 def pack(weight: Weight) -> Weight:
@@ -111,15 +142,19 @@ def linear(
     residual: Tensor | None = None,
     wide: bool = False,
 ) -> Tensor:
-    """See reference.linear. Exact (row-invariant) for packed weights alone; `wide` then skips the
-    rounding to x's type."""
-    if isinstance(weight, PackedWeight) and (backend := _native(x)) is not None:
+    """See reference.linear. Exact (row-invariant) for packed weights and by Triton alone; `wide`
+    then skips the rounding to x's type."""
+    backend = _serving(x)
+    if isinstance(weight, PackedWeight):
+        if isinstance(backend, CpuBackend):
+            return backend.linear(x, weight, bias, residual, wide)
+    elif backend is not None and not isinstance(backend, CpuBackend) and not weight.requires_grad:
         return backend.linear(x, weight, bias, residual, wide)
     return reference.linear(x, dense(weight), bias, residual, wide)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if (backend := _native(x)) is not None and not weight.requires_grad:
+    if (backend := _serving(x)) is not None and not weight.requires_grad:
         return backend.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
@@ -131,13 +166,13 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if (backend := _native(x)) is not None:
+    if (backend := _serving(x)) is not None:
         return backend.rope(x, cos, sin)
     return reference.rope(x, cos, sin)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    if (backend := _native(gate_up)) is not None:
+    if (backend := _serving(gate_up)) is not None:
         return backend.silu_mul(gate_up)
     return reference.silu_mul(gate_up)
 
@@ -147,7 +182,7 @@ def write_kv(pool: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def tree_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch) -> Tensor:
-    if (backend := _native(q)) is not None and q.shape[-1] % 2 == 0:
+    if (backend := _serving(q)) is not None and q.shape[-1] % 2 == 0:
         return backend.tree_attention(q, k_pool, v_pool, batch)
     return reference.tree_attention(q, k_pool, v_pool, batch)
 

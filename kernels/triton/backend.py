@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from kernels import reference
 from kernels.batch import AttentionBatch
@@ -45,6 +46,10 @@ class TritonBackend:
     @property
     def name(self) -> str:
         return f"triton sm_{self.capability} {'exact' if self.exact else 'fast'}"
+
+    def takes(self, x: Tensor) -> bool:
+        """Tensors on a GPU (in Triton's interpreter, anywhere) in the types that it knows."""
+        return x.dtype in TYPES and (x.is_cuda or knobs.runtime.interpret)
 
     def linear(
         self,
