@@ -16,15 +16,15 @@ import triton.language as tl
 
 GREEDY_BELOW = tl.constexpr(1e-5)  # temperatures: the most probable token has all the mass
 SLACK = tl.constexpr(1e-12)  # of sums of masses beside a round top-p
-NAN_KEY = tl.constexpr(0x7FFFFFFF)
-INFINITY_KEY = tl.constexpr(0x7F800000)
+LEAST_KEY, MOST_KEY = tl.constexpr(-0x80000000), tl.constexpr(0x7FFFFFFF)  # of no number
 
 
 @triton.jit
 def keys_of(x):
-    """fp32 as int32 in the same order; both zeros are one, and NaN is above all, as in argmax."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    """fp32 as int32 in the same order; both zeros are one, and NaN is as low as -inf."""
+    known = tl.where(x == x, x, -float("inf"))
+    bits = tl.where(known == 0, 0.0, known).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -40,22 +40,25 @@ def read_keys(logits, at, vocab: tl.constexpr):
 
 @triton.jit
 def highest(logits, vocab: tl.constexpr, block: tl.constexpr):
-    """The highest key and its lowest id."""
-    lane = tl.arange(0, block)
-    best = read_keys(logits, lane, vocab)
-    ids = lane
-    for begin in range(block, vocab, block):
-        keys = read_keys(logits, begin + lane, vocab)
-        ids = tl.where(keys > best, begin + lane, ids)
+    """The highest key, its lowest id, and how many logits are NaN."""
+    best = tl.full([block], LEAST_KEY, tl.int32)
+    ids = tl.zeros([block], tl.int32)
+    unknown = tl.zeros([block], tl.int32)
+    for begin in range(0, vocab, block):
+        at = begin + tl.arange(0, block)
+        logit = tl.load(logits + at, mask=at < vocab, other=-float("inf"))
+        keys = tl.where(at < vocab, keys_of(logit), LEAST_KEY)
+        ids = tl.where(keys > best, at, ids)
         best = tl.maximum(keys, best)
+        unknown += (logit != logit).to(tl.int32)
     top = tl.max(best, 0)
-    return top, tl.min(tl.where(best == top, ids, vocab), 0)
+    return top, tl.min(tl.where(best == top, ids, vocab), 0), tl.sum(unknown, 0)
 
 
 @triton.jit
 def weigh(logits, mass, top, temperature, min_p, vocab: tl.constexpr, block: tl.constexpr):
     """Writes exp((logit - highest) / temperature); the lowest key that min-p keeps."""
-    floor = tl.full([block], NAN_KEY, tl.int32)
+    floor = tl.full([block], MOST_KEY, tl.int32)
     peak = value_of(top) / temperature
     for begin in range(0, vocab, block):
         at = begin + tl.arange(0, block)
@@ -63,7 +66,7 @@ def weigh(logits, mass, top, temperature, min_p, vocab: tl.constexpr, block: tl.
         weight = tl.exp(logit.to(tl.float64) / temperature - peak)
         tl.store(mass + at, weight, mask=at < vocab)
         kept = (at < vocab) & (weight >= min_p)
-        floor = tl.minimum(floor, tl.where(kept, keys_of(logit), NAN_KEY))
+        floor = tl.minimum(floor, tl.where(kept, keys_of(logit), MOST_KEY))
     tl.debug_barrier()  # other threads of the program read it
     return tl.min(floor, 0).to(tl.int64)
 
@@ -171,9 +174,10 @@ def draw(
     row = tl.program_id(0)
     logits += row.to(tl.int64) * vocab
     mass += row.to(tl.int64) * vocab
-    top, token = highest(logits, vocab, block)
+    top, token, unknown = highest(logits, vocab, block)
     heat = tl.load(temperature + row)
-    if (heat >= GREEDY_BELOW) & (tl.abs(value_of(top)) < float("inf")):
+    known = (unknown == 0) & (tl.abs(value_of(top)) < float("inf"))
+    if known & (heat >= GREEDY_BELOW):
         floor = weigh(logits, mass, top, heat, tl.load(min_p + row), vocab, block)
         k, p = tl.load(top_k + row), tl.load(top_p + row)
         allowed = vocab + tl.zeros_like(k)
