@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kernels.batch import AttentionBatch, Segment
 from kernels.triton.backend import Scales, TritonBackend
+from kernels.triton.plan import ROW
+from kernels.triton.plans import new_plan
 from kernels.triton.tiles import CHUNK
 
 SLOTS = 1000
@@ -116,6 +118,23 @@ def test_a_tree_reads_its_paths_and_nothing_else(
         keys = torch.cat((tree.before, tree.own[tree.ways[row]]))
         expected = exact(tree.q[row], tree.pools.k, tree.pools.v, keys)
         assert (ours[row].double() - expected).abs().max() <= ROUNDING[dtype] * 4
+
+
+@settings(max_examples=5, deadline=None)
+@given(context=CONTEXTS, parents=parents_of_rows(64))
+def test_a_row_has_its_path_without_gaps_behind_the_rest_of_the_context(
+    device: torch.device, context: int, parents: list[int]
+) -> None:
+    tree = new_tree((1, 1, 16), context, parents, torch.float16, device)
+    nothing = torch.zeros(len(tree.own), dtype=torch.int64, device=device)
+    plan = new_plan(AttentionBatch(nothing, nothing, (tree.segment,)), tile_rows=16)
+    rest = tree.before[context // CHUNK * CHUNK :]
+    for row, way in enumerate(tree.ways):
+        own = torch.cat((rest, tree.own[way]))
+        gone = len(tree.own) - len(way)
+        start = int(plan.rows[row, ROW.index("list")])
+        listed = plan.keys[start : start + len(own) + gone]
+        assert torch.equal(listed, torch.nn.functional.pad(own, (0, gone), value=-1).int())
 
 
 def test_a_chain_of_64_rows_uses_every_bit_of_a_word(

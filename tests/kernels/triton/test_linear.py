@@ -13,7 +13,7 @@ from kernels.triton.tiles import linear_tile
 SHAPES = st.sampled_from([(1, 1), (70, 33), (64, 64), (100, 130), (65, 1024), (130, 2048)])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows=st.sampled_from([1, 3, 64, 65]), shape=SHAPES, biased=st.booleans())
 def test_it_agrees_with_float64(
     backend: TritonBackend,
@@ -39,7 +39,7 @@ def test_it_agrees_with_float64(
     assert torch.equal(backend.linear(x, weight, bias, residual), residual + narrow)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(rows=st.integers(2, 150), shape=SHAPES, data=st.data())
 def test_a_row_has_the_same_bits_alone_and_among_any_others(
     backend: TritonBackend,

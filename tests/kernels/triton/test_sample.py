@@ -52,7 +52,7 @@ def of_the_sampler(logits: Tensor, row: Row) -> int:
     return Sampler(params, row.seed, ()).sample(logits, 5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=3),
     vocab=st.sampled_from([1, 5, 64, 700, 2049]),
@@ -77,7 +77,7 @@ def test_it_draws_what_the_sampler_draws(
 def test_ties_go_to_the_lowest_ids(backend: TritonBackend, device: torch.device) -> None:
     logits = torch.zeros((1, 100), device=device)
     assert drawn(backend, logits, [Row(0.0, 0.0, 0, 1.0, 1)]) == [0]
-    for seed in range(10):
+    for seed in range(4):
         (token,) = drawn(backend, logits, [Row(1.0, 0.0, 3, 1.0, seed)])
         assert token < 3
         (token,) = drawn(backend, logits, [Row(1.0, 0.0, 0, 0.05, seed)])
