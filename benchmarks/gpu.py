@@ -20,12 +20,13 @@ from coppice.models.config import DecoderConfig, RopeConfig
 from kernels.triton.opening import LEAST_CAPABILITY, open_backend
 
 if TYPE_CHECKING:
-    from benchmarks.gpu_work import Line
+    from benchmarks.gpu_work import Ceilings, Line
     from kernels.triton.backend import TritonBackend
 
 LLAMA_8B = DecoderConfig(
     "llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, RopeConfig(theta=5e5), 131072
 )
+CHECKED = (1000, 40)  # context and rows of the attention that is checked
 # Context, rows, whether they are a prefill.
 ATTENTION = (
     (1024, 1, False),
@@ -38,6 +39,7 @@ ATTENTION = (
 )
 CONTEXTS = (1024, 8192)
 ROWS = (1, 8, 16, 32, 64)  # of a step: the root and its nodes
+ROOM_BYTES = 4 << 30  # beside weights and K/V: the embedding, activations, what empties the caches
 
 
 def main(
@@ -74,14 +76,28 @@ def measured(
     yield gpu_work.Line("ceiling: product", reached=f"{top.flop_s / 1e12:,.1f} TFLOP/s")
     console = Console(stderr=True)
     for lines in (
-        gpu_checks.check_all(backend, config, device, context=1000, rows=40),
+        gpu_checks.check_all(backend, config, device, *CHECKED),
         gpu_measures.measure_linear(backend, config, device, top),
         gpu_measures.measure_attention(backend, config, device, top, flex, ATTENTION),
-        gpu_measures.measure_steps(backend, config, device, top, CONTEXTS, ROWS),
+        steps(backend, config, device, top),
     ):
         for line in lines:
             console.print(line.what)
             yield line
+
+
+def steps(
+    backend: "TritonBackend", config: DecoderConfig, device: torch.device, top: "Ceilings"
+) -> Iterator["Line"]:
+    from benchmarks import gpu_measures, gpu_work
+
+    needed = gpu_measures.cost_of_step(config, max(CONTEXTS), max(ROWS))[0] + ROOM_BYTES
+    torch.cuda.empty_cache()
+    if (free := torch.cuda.mem_get_info(device)[0]) < needed:
+        short = f"{needed / 2**30:.0f} GiB needed, {free / 2**30:.0f} free: take fewer --layers"
+        yield gpu_work.Line("step: not measured", reached=short)
+        return
+    yield from gpu_measures.measure_steps(backend, config, device, top, CONTEXTS, ROWS)
 
 
 def table(lines: Iterable["Line"], title: str) -> Table:

@@ -16,7 +16,6 @@ from kernels import reference
 from kernels.triton.backend import TritonBackend
 
 TINY = DecoderConfig("llama", 64, 48, 32, 1, 2, 1, 16, 1e-5, RopeConfig(), 512)
-TOP = gpu_work.Ceilings(bytes_s=1e9, flop_s=1e9)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -25,12 +24,6 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(capsys: pytest.CaptureFixture
         gpu.main()
     assert stop.value.exit_code == 2
     assert "needs an NVIDIA GPU" in capsys.readouterr().err
-
-
-def test_all_checks_pass_in_the_interpreter(backend: TritonBackend, device: torch.device) -> None:
-    lines = list(gpu_checks.check_all(backend, TINY, device, context=20, rows=5))
-    assert [line.what for line in lines if line.wrong] == []
-    assert len(lines) == 8
 
 
 def test_a_wrong_result_is_seen(device: torch.device) -> None:
@@ -42,18 +35,33 @@ def test_a_wrong_result_is_seen(device: torch.device) -> None:
 
 
 @torch.inference_mode()
-def test_what_is_measured_makes_a_table(backend: TritonBackend, device: torch.device) -> None:
-    cases = ((30, 1, False), (30, 3, False), (5, 4, True))
-    lines = [
-        *gpu_measures.measure_attention(backend, TINY, device, TOP, False, cases),
-        *gpu_measures.measure_steps(backend, TINY, device, TOP, (10,), (1, 3)),
-    ]
-    assert all(line.micros and line.micros > 0 and line.share is not None for line in lines)
-    console = Console(width=140, record=True, file=io.StringIO())
+def test_everything_is_right_and_in_one_table(
+    backend: TritonBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_work, "ceilings", lambda _: gpu_work.Ceilings(1e9, 1e9))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
+    monkeypatch.setattr(gpu, "CHECKED", (20, 5))
+    monkeypatch.setattr(gpu, "ATTENTION", ((30, 1, False), (30, 3, False), (5, 4, True)))
+    monkeypatch.setattr(gpu, "CONTEXTS", (10,))
+    monkeypatch.setattr(gpu, "ROWS", (1, 3))
+    lines = list(gpu.measured(backend, TINY, device, flex=False))
+    assert [line.what for line in lines if line.wrong] == []
+    timed = [line for line in lines if line.what.startswith(("linear", "attention", "step"))]
+    assert len(timed) == 12 + 3 + 2
+    assert all(line.micros and line.micros > 0 and line.share is not None for line in timed)
+    console = Console(width=160, record=True, file=io.StringIO())
     console.print(gpu.table(lines, "title"))
     text = console.export_text()
-    assert "attention, plain step, 1 rows, context 30" in text
-    assert "step, tree, 3 rows, context 10" in text
+    for line in lines:
+        assert line.what in text
+
+
+def test_a_model_that_does_not_fit_is_not_measured(
+    backend: TritonBackend, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (16 << 30, 16 << 30))
+    (line,) = gpu.steps(backend, gpu.LLAMA_8B, device, gpu_work.Ceilings(1e9, 1e9))
+    assert line.reached == "19 GiB needed, 16 free: take fewer --layers"
 
 
 @pytest.mark.parametrize(
