@@ -6,14 +6,12 @@ follow each other, so that a change of the machine's mood hits both.
 """
 
 import asyncio
+import gc
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.inprocess import Answer, LocalLink, generate
+from benchmarks.machine import machine
 from benchmarks.prompts import DEFAULT_FOLDER, SETS, chat_prompts
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target
@@ -32,6 +31,7 @@ from coppice.request import SamplingParams, StoppingParams
 from coppice.settings import Settings
 from coppice.tokenizer import Tokenizer
 from drafter_svc.building import build_drafter
+from kernels import ops
 from launcher.compose import off_loop, service
 from launcher.sources import load_settings
 from launcher.terminal import steps
@@ -78,6 +78,7 @@ class InProcess(Measured):
 def run_in_process(settings: Settings, prompts: Prompts, tokens: int) -> InProcess:
     """Engine and drafter in this process, without the wire: plain, with the measured node budget,
     and with all nodes always."""
+    ops.set_threads(settings.verifier.threads)
     device = choose_device(settings.model.device)
     dtype = choose_dtype(settings.model.dtype, device)
     path = resolve_model(settings.model.path, settings.cache_dir)
@@ -88,6 +89,7 @@ def run_in_process(settings: Settings, prompts: Prompts, tokens: int) -> InProce
         runner, settings.model_copy(update={"speculation": always}), VerifierMetrics("fixed")
     )
     drafter = build_drafter(settings)
+    gc.freeze()  # as the services do
     stopping = StoppingParams(max_tokens=tokens, ignore_eos=True)
     result, passes, drafting, batches = InProcess(), Timings(), 0.0, 0
     warm_up = next(iter(prompts.values()))[0]
@@ -228,21 +230,6 @@ def token_ids(pieces: list[inference_pb2.GenerateResponse]) -> list[int]:
 
 def rounded(parts: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in parts.items()}
-
-
-def machine() -> dict[str, object]:
-    cpu = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    packages = ("coppice", "torch", "grpcio", "ray", "redis")
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
 
 
 def main(

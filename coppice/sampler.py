@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coppice.request import SamplingParams
+from kernels import ops
 
 # Below it the most probable token has all the mass there is (the same bound as in vLLM).
 _GREEDY_BELOW = 1e-5
@@ -92,11 +93,11 @@ class Sampler:
     def sample(self, logits: Tensor, position: int) -> int:
         """The token at `position` (of the whole sequence) for logits [vocab] in fp32."""
         if self.is_argmax:
-            return int(logits.argmax())
+            return int(ops.argmax(logits[None]))
         processed = self._processed(logits)
         # Infinite or no mass at all has no distribution; the best token is then the answer.
         if self._greedy or not processed.max().isfinite():
-            return int(processed.argmax())
+            return int(ops.argmax(processed[None]))
         ids, mass = self._distribution(processed)
         cumulative = mass.cumsum(0)
         target = uniform(self._seed, position) * cumulative[-1]

@@ -3,6 +3,8 @@
 Usable without Ray; `actor.py` is its thin cover.
 """
 
+import gc
+
 from coppice.models.hub import resolve_model
 from coppice.models.loading import target_hash
 from coppice.settings import Settings
@@ -36,9 +38,10 @@ class DrafterService:
     @classmethod
     def from_settings(cls, settings: Settings, name: str = "drafter-0") -> "DrafterService":
         """Loads what the settings ask for. Raises StartError with one line when that fails."""
-        if settings.drafter.threads is not None:
-            ops.set_threads(settings.drafter.threads)
+        ops.set_threads(settings.drafter.threads)
         drafter = build_drafter(settings)
+        # What was loaded stays: the collector need not look through it again and again.
+        gc.freeze()
         target = ""
         if drafter.features is not Features.NONE:
             target = target_hash(resolve_model(settings.model.path, settings.cache_dir))

@@ -25,6 +25,10 @@ class LayerPlan:
     table: ctypes.Structure
     sizes: LayerSizes
 
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.table)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:

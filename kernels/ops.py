@@ -6,7 +6,8 @@ same (see docs/kernels-gpu.md for what was seen of it). Everything else is serve
 Gradients are torch's too.
 """
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kernels.batch import AttentionBatch, KVCache
 from kernels.cpu.backend import TYPES, CpuBackend
 from kernels.cpu.layer import plan_layer
 from kernels.cpu.library import open_library
+from kernels.cpu.memory import Arena
 from kernels.layer import LayerSizes, LayerWeights
 from kernels.packed import PackedWeight, Weight, dense
 from kernels.triton.opening import open_backend
@@ -34,8 +36,11 @@ __all__ = [
     "LayerWeights",
     "PackedWeight",
     "Weight",
+    "argmax",
+    "best_tokens",
     "dense",
     "describe",
+    "gated_linear",
     "linear",
     "native_backends",
     "pack",
@@ -43,13 +48,14 @@ __all__ = [
     "rms_norm",
     "rope",
     "rotary_angles",
-    "run_layer",
-    "runs_layer",
+    "run_layers",
+    "runs_layers",
     "set_threads",
     "silu_mul",
     "tree_attention",
     "use_backend",
     "write_kv",
+    "zeros",
 ]
 
 
@@ -83,11 +89,17 @@ def describe(device: torch.device = CPU) -> str:
     return "torch" if backend is None else backend.name
 
 
-def set_threads(count: int) -> None:
-    """How many threads share one operation, torch's and the native library's, in this process."""
-    torch.set_num_threads(count)
+def set_threads(count: int | None) -> None:
+    """How many threads share one operation in this process; None: as many as there are cores.
+
+    Where the native library serves, torch keeps to one: its threads would spin for milliseconds
+    behind each of its operations, on the cores that the library's threads need.
+    """
     if isinstance(backend := _backend.get(), CpuBackend):
-        backend.set_threads(count)
+        backend.set_threads(count or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(1)
+    elif count is not None:
+        torch.set_num_threads(count)
 
 
 def _backend_of(device: torch.device) -> "CpuBackend | TritonBackend | None":
@@ -127,12 +139,18 @@ def pack_layer(weights: LayerWeights, sizes: LayerSizes) -> LayerWeights:
         weights,
         qkv=pack(weights.qkv),
         o=pack(weights.o),
-        gate_up=pack(weights.gate_up),
+        gate_up=_pack_gated(weights.gate_up),
         down=pack(weights.down),
     )
     if not isinstance(packed.qkv, PackedWeight) or sizes.head_dim % 2:
         return packed
     return replace(packed, plan=plan_layer(packed, sizes, TYPES[packed.qkv.dtype]))
+
+
+def _pack_gated(weight: Weight) -> Weight:
+    if isinstance(weight, PackedWeight) or (backend := _native(weight.detach())) is None:
+        return weight
+    return backend.pack_gated(weight)
 
 
 def linear(
@@ -171,10 +189,24 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return reference.rope(x, cos, sin)
 
 
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of the gates and ups that linear(x, weight, bias) gives: [rows, inner]."""
+    if isinstance(weight, PackedWeight) and (backend := _native(x)) is not None:
+        return backend.gated_linear(x, weight, bias)
+    return silu_mul(linear(x, dense(weight), bias))
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     if (backend := _serving(gate_up)) is not None:
         return backend.silu_mul(gate_up)
     return reference.silu_mul(gate_up)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A pool of zeros, in large pages of its own where it lies in the host's memory."""
+    if device.type == "cpu":
+        return Arena().zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def write_kv(pool: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -187,20 +219,35 @@ def tree_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBa
     return reference.tree_attention(q, k_pool, v_pool, batch)
 
 
-def runs_layer(weights: LayerWeights, hidden: Tensor) -> bool:
-    """Whether `run_layer` can take these weights for these rows."""
-    return weights.plan is not None and _native(hidden) is not None
+def argmax(logits: Tensor) -> Tensor:
+    """Ids [rows] of the largest of logits [rows, vocab] (fp32), the lowest of equals."""
+    if (backend := _native(logits)) is not None and logits.dtype == torch.float32:
+        return backend.best(logits, 1, log_probabilities=False)[0].flatten()
+    return reference.argmax(logits)
 
 
-def run_layer(
+def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities of the `count` likeliest of logits [rows, vocab] (fp32): both
+    [rows, count], best first and of equals the lowest id."""
+    if (backend := _native(logits)) is not None and logits.dtype == torch.float32:
+        return backend.best(logits, count, log_probabilities=True)
+    return reference.best_tokens(logits, count)
+
+
+def runs_layers(layers: Sequence[LayerWeights], hidden: Tensor) -> bool:
+    """Whether `run_layers` can take these weights for these rows."""
+    return all(layer.plan is not None for layer in layers) and _native(hidden) is not None
+
+
+def run_layers(
     hidden: Tensor,
-    weights: LayerWeights,
+    layers: Sequence[LayerWeights],
     angles: tuple[Tensor, Tensor],
     cache: KVCache,
-    layer: int,
     batch: AttentionBatch,
 ) -> Tensor:
-    """One pre-norm decoder layer in a single call: bit for bit what its operations give."""
+    """All pre-norm decoder layers in a single call: bit for bit what their operations give."""
     backend = _native(hidden)
-    assert backend is not None and weights.plan is not None, "only where runs_layer says so"
-    return backend.run_layer(weights.plan, hidden, angles, cache, layer, batch)
+    plans = [layer.plan for layer in layers if layer.plan is not None]
+    assert backend is not None and len(plans) == len(layers), "only where runs_layers says so"
+    return backend.run_layers(plans, hidden, angles, cache, batch)

@@ -16,6 +16,7 @@ class PackedWeight:
     panels: Tensor  # [blocks, units, 32, unit]
     outputs: int
     inputs: int
+    gated: bool = False  # gates and ups, 16 of each in turn, for `gated_linear`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -33,6 +34,8 @@ class PackedWeight:
         """The weight as it was given [outputs, inputs]."""
         blocks, units, width, unit = self.panels.shape
         whole = self.panels.transpose(1, 2).reshape(blocks * width, units * unit)
+        if self.gated:
+            whole = whole.view(blocks, 2, width // 2, -1).transpose(0, 1).reshape(whole.shape)
         return whole[: self.outputs, : self.inputs].contiguous()
 
 

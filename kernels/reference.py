@@ -88,3 +88,17 @@ def tree_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBa
         out[start:stop] = mixed.reshape(segment.rows, heads, dim).to(q.dtype)
         start = stop
     return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Ids [rows] of the largest of logits [rows, vocab], the lowest of equals."""
+    known = logits.where(~logits.isnan(), -torch.inf)
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return ids.where(known == known.amax(-1, keepdim=True), len(ids)).amin(-1)
+
+
+def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities of the `count` likeliest of logits [rows, vocab]: both [rows,
+    count], best first and of equals the lowest id."""
+    values, ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
+    return ids[:, :count], values[:, :count]

@@ -1,6 +1,7 @@
 """A verifier as one object: model, engine thread and gRPC server, started and stopped together."""
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -43,8 +44,7 @@ class VerifierService:
 
     def __init__(self, settings: Settings, name: str = "verifier-0") -> None:
         """Loads the model. Raises StartError with one line when that fails."""
-        if settings.verifier.threads is not None:
-            ops.set_threads(settings.verifier.threads)
+        ops.set_threads(settings.verifier.threads)
         path = resolve_model(settings.model.path, settings.cache_dir)
         device = choose_device(settings.model.device)
         dtype = choose_dtype(settings.model.dtype, device)
@@ -69,6 +69,8 @@ class VerifierService:
         self._servicer = VerifierServicer(
             self.engine, model, tokenizer, self.info, self._set_not_serving
         )
+        # What was loaded stays: the collector need not look through it again and again.
+        gc.freeze()
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server: grpc.aio.Server | None = None
         self._thread: threading.Thread | None = None

@@ -13,6 +13,7 @@ from coppice.errors import CoppiceError
 from coppice.sampler import raw_logprobs
 from coppice.stopping import Finish
 from coppice.tree import DraftTree
+from kernels import ops
 from protos import common_pb2
 from verifier_svc.runner import Rows
 from verifier_svc.scheduler import Share
@@ -112,7 +113,7 @@ def _walk(
     # The argmax of all rows at once equals the sampler's row by row.
     argmax: list[int] | None = None
     if session.sampler.is_argmax:
-        argmax = logits.argmax(-1).tolist()
+        argmax = ops.argmax(logits).tolist()
     finish: Finish | None = None
 
     def sample(row: int) -> int:

@@ -4,6 +4,7 @@ Tensors in, tensors out: a pass takes the rows of a whole batch (trees, single t
 chunks together), writes their K/V into slots and returns their features.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,10 +42,7 @@ def new_cache(
 ) -> KVCache:
     """An empty pool. Zeros, since masked lanes must hold finite numbers."""
     shape = (config.layers, slots, config.kv_heads, config.head_dim)
-    return KVCache(
-        torch.zeros(shape, dtype=dtype, device=device),
-        torch.zeros(shape, dtype=dtype, device=device),
-    )
+    return KVCache(ops.zeros(shape, dtype, device), ops.zeros(shape, dtype, device))
 
 
 def layer_sizes(config: DecoderConfig) -> LayerSizes:
@@ -86,16 +84,30 @@ def decoder_layer(
     batch: AttentionBatch,
 ) -> Tensor:
     """One pre-norm layer over hidden [rows, hidden] -> [rows, hidden]."""
-    if ops.runs_layer(weights, hidden):
-        return ops.run_layer(hidden, weights, angles, cache, layer, batch)
     normed = hidden
     if weights.input_norm is not None:
         normed = ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
     mixed = attention(normed, weights, config, angles, cache, layer, batch)
     hidden = ops.linear(mixed, weights.o, weights.o_bias, residual=hidden)
     normed = ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
-    gated = ops.silu_mul(ops.linear(normed, weights.gate_up, weights.gate_up_bias))
+    gated = ops.gated_linear(normed, weights.gate_up, weights.gate_up_bias)
     return ops.linear(gated, weights.down, weights.down_bias, residual=hidden)
+
+
+def decoder_layers(
+    hidden: Tensor,
+    layers: Sequence[LayerWeights],
+    config: DecoderConfig,
+    angles: tuple[Tensor, Tensor],
+    cache: KVCache,
+    batch: AttentionBatch,
+) -> Tensor:
+    """All layers over hidden [rows, hidden] -> [rows, hidden]."""
+    if ops.runs_layers(layers, hidden):
+        return ops.run_layers(hidden, layers, angles, cache, batch)
+    for index, layer in enumerate(layers):
+        hidden = decoder_layer(hidden, layer, config, angles, cache, index, batch)
+    return hidden
 
 
 class Decoder:
@@ -118,8 +130,8 @@ class Decoder:
         """Features (after the final norm) [rows, hidden] of tokens [rows]; K/V go into `cache`."""
         hidden = self.weights.embedding[tokens]
         angles = self.rotary(batch.positions)
-        for index, layer in enumerate(self.weights.layers):
-            hidden = decoder_layer(hidden, layer, self.config, angles, cache, index, batch)
+        layers = self.weights.layers
+        hidden = decoder_layers(hidden, layers, self.config, angles, cache, batch)
         return ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
 
     def logits(self, features: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from coppice.models.config import DecoderConfig
 from coppice.models.decoder import (
     LayerWeights,
     RotaryTable,
-    decoder_layer,
+    decoder_layers,
     layer_sizes,
     new_cache,
 )
@@ -75,14 +75,14 @@ class EagleHead:
         pairs = torch.cat((self.embedding[tokens], features), -1)  # [rows, 2 * hidden]
         hidden = ops.linear(pairs, self.fc, self.fc_bias)
         angles = self.rotary(batch.positions)
-        return decoder_layer(hidden, self.layer, self.config, angles, cache, 0, batch)
+        return decoder_layers(hidden, (self.layer,), self.config, angles, cache, batch)
 
     def best_tokens(self, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest next tokens of features [rows, hidden]: target ids and
         log-probabilities (fp32, over the draft vocabulary), both [rows, min(count, draft_vocab)]
         and likeliest first."""
         logits = ops.linear(features, self.lm_head, wide=True)  # [rows, draft_vocab]
-        log_probs, tokens = logits.log_softmax(-1).topk(min(count, logits.shape[-1]), dim=-1)
+        tokens, log_probs = ops.best_tokens(logits, min(count, logits.shape[-1]))
         return (tokens if self.token_map is None else self.token_map[tokens]), log_probs
 
 

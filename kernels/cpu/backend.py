@@ -4,17 +4,20 @@ Same meaning as kernels.reference, and row-invariant: the bits of a row depend o
 """
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch, KVCache
 from kernels.cpu.library import InstructionSet, Library
+from kernels.cpu.memory import Arena
 from kernels.layer import LayerPlan
 from kernels.packed import OUTPUTS_OF_BLOCK, PackedWeight
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
+_weights = Arena()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,14 +36,39 @@ class CpuBackend:
         outputs, inputs = weight.shape
         unit = 2 if weight.dtype == torch.bfloat16 else 1
         shape = (-(-outputs // OUTPUTS_OF_BLOCK), -(-inputs // unit), OUTPUTS_OF_BLOCK, unit)
-        panels = torch.empty(shape, dtype=weight.dtype)
+        panels = _weights.zeros(shape, weight.dtype)
         weight = weight.detach().contiguous()
         self.library.functions.coppice_pack(
             TYPES[weight.dtype], weight.data_ptr(), outputs, inputs, panels.data_ptr()
         )
         return PackedWeight(panels, outputs, inputs)
 
+    def pack_gated(self, weight: Tensor) -> PackedWeight:
+        """Gates and ups [2 * inner, in] for `gated_linear`, or as `pack` does where inner is not a
+        multiple of half a block."""
+        half = OUTPUTS_OF_BLOCK // 2
+        if weight.shape[0] % OUTPUTS_OF_BLOCK:
+            return self.pack(weight)
+        turns = weight.view(2, -1, half, weight.shape[1]).transpose(0, 1).reshape(weight.shape)
+        return replace(self.pack(turns), gated=True)
+
     def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        wide: bool,
+    ) -> Tensor:
+        _expect(not weight.gated, "weight", weight.panels)
+        return self._linear(x, weight, bias, residual, wide)
+
+    def gated_linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        if not weight.gated:
+            return self.silu_mul(self._linear(x, weight, bias, None, False))
+        return self._linear(x, weight, bias, None, False)
+
+    def _linear(
         self,
         x: Tensor,
         weight: PackedWeight,
@@ -51,13 +79,13 @@ class CpuBackend:
         rows = x.shape[0]
         _expect(x.dtype == weight.dtype and x.shape == (rows, weight.inputs), "x", x)
         x = x.contiguous()
-        shape = (rows, weight.outputs)
+        shape = (rows, weight.outputs // 2 if weight.gated else weight.outputs)
         out = torch.empty(shape, dtype=torch.float32 if wide else x.dtype)  # [rows, outputs]
         if residual is not None:
             _expect(residual.shape == shape and residual.dtype == x.dtype, "residual", residual)
             residual = residual.contiguous()
         if bias is not None:
-            _expect(bias.shape == shape[1:] and bias.dtype == x.dtype, "bias", bias)
+            _expect(bias.shape == (weight.outputs,) and bias.dtype == x.dtype, "bias", bias)
         self.library.functions.coppice_linear(
             self.instruction_set.kernels,
             TYPES[x.dtype],
@@ -69,6 +97,7 @@ class CpuBackend:
             None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
             wide,
+            weight.gated,
             out.data_ptr(),
         )
         return out
@@ -167,43 +196,60 @@ class CpuBackend:
         )
         return out
 
-    def run_layer(
+    def run_layers(
         self,
-        plan: LayerPlan,
+        plans: Sequence[LayerPlan],
         hidden: Tensor,
         angles: tuple[Tensor, Tensor],
         cache: KVCache,
-        layer: int,
         batch: AttentionBatch,
     ) -> Tensor:
         rows = hidden.shape[0]
         cos, sin = angles
-        sizes = plan.sizes
+        sizes = plans[0].sizes
         _expect(hidden.dtype == cache.k.dtype, "hidden", hidden)
         _expect(len(batch.slots) == rows, "slots", batch.slots)
         _expect(cos.shape == sin.shape == (rows, sizes.head_dim // 2), "angles", cos)
         for pool in (cache.k, cache.v):
             fits = pool.shape[2:] == (sizes.kv_heads, sizes.head_dim) and pool.is_contiguous()
-            _expect(fits and layer < pool.shape[0], "cache", pool)
-        hidden = hidden.contiguous()
-        out = torch.empty_like(hidden)  # [rows, hidden]
-        offset = layer * cache.k.stride(0) * cache.k.element_size()
-        self.library.functions.coppice_layer(
+            _expect(fits and len(plans) <= pool.shape[0], "cache", pool)
+        out = hidden.clone(memory_format=torch.contiguous_format)  # [rows, hidden]
+        tables = (ctypes.c_void_p * len(plans))(*(plan.address for plan in plans))
+        self.library.functions.coppice_layers(
             self.instruction_set.kernels,
-            ctypes.addressof(plan.table),
-            hidden.data_ptr(),
+            ctypes.addressof(tables),
+            len(plans),
+            out.data_ptr(),
             rows,
             cos.data_ptr(),
             sin.data_ptr(),
             batch.slots.data_ptr(),
-            cache.k.data_ptr() + offset,
-            cache.v.data_ptr() + offset,
+            cache.k.data_ptr(),
+            cache.v.data_ptr(),
+            cache.k.stride(0) * cache.k.element_size(),
             batch.shares.data_ptr(),
             batch.keys.data_ptr(),
             len(batch.segments),
-            out.data_ptr(),
         )
         return out
+
+    def best(self, x: Tensor, count: int, log_probabilities: bool) -> tuple[Tensor, Tensor]:
+        rows, n = x.shape
+        _expect(x.dtype == torch.float32 and 0 < count <= n, "x", x)
+        x = x.contiguous()
+        ids = torch.empty((rows, count), dtype=torch.int64)
+        values = torch.empty((rows, count))
+        self.library.functions.coppice_best(
+            self.instruction_set.kernels,
+            x.data_ptr(),
+            rows,
+            n,
+            count,
+            ids.data_ptr(),
+            values.data_ptr(),
+            log_probabilities,
+        )
+        return ids, values
 
 
 def _expect(holds: bool, name: str, given: Tensor) -> None:

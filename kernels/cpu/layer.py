@@ -35,6 +35,7 @@ class Table(ctypes.Structure):
         ("o", Projection),
         ("gate_up", Projection),
         ("down", Projection),
+        ("gated", _SIZE),
     )
 
 
@@ -65,6 +66,7 @@ def plan_layer(weights: LayerWeights, sizes: LayerSizes, element: int) -> LayerP
         o,
         gate_up,
         down,
+        isinstance(weights.gate_up, PackedWeight) and weights.gate_up.gated,
     )
     return LayerPlan(table, sizes)
 

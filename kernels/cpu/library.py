@@ -12,7 +12,7 @@ _SIGNATURES = {
     "coppice_pack": [_SIZE, _ADDRESS, _SIZE, _SIZE, _ADDRESS],
     "coppice_linear": [
         _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE,
-        _ADDRESS,
+        _SIZE, _ADDRESS,
     ],
     "coppice_rms_norm": [_ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _REAL, _ADDRESS],
     "coppice_rope": [
@@ -23,10 +23,11 @@ _SIGNATURES = {
         _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS,
         _SIZE, _ADDRESS,
     ],
-    "coppice_layer": [
-        _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS,
-        _ADDRESS, _ADDRESS, _SIZE, _ADDRESS,
+    "coppice_layers": [
+        _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS,
+        _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE,
     ],
+    "coppice_best": [_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE],
     "coppice_angles": [_ADDRESS, _ADDRESS, _SIZE, _SIZE, _REAL, _ADDRESS, _ADDRESS],
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from kernels.batch import AttentionBatch, KVCache, Segment
 from kernels.cpu.backend import CpuBackend
 from kernels.layer import LayerWeights
 
-VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 61, 72, 100, 6, 2, 24
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 61, 72, 96, 6, 2, 24
 CHUNKS = (1, 7, 64, 100)
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels import ops
 from kernels.cpu.backend import CpuBackend
 
 SIZES = st.integers(1, 150)
@@ -104,3 +105,42 @@ def test_a_misfit_is_refused(backend: CpuBackend) -> None:
         backend.linear(torch.randn(2, 15), packed, None, None, False)
     with pytest.raises(ValueError, match="bfloat16"):
         backend.linear(torch.randn(2, 16).bfloat16(), packed, None, None, False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 40), inner=st.integers(1, 80), inputs=SIZES, biased=st.booleans())
+def test_a_gated_linear_is_its_parts_bit_for_bit(
+    backend: CpuBackend, dtype: torch.dtype, rows: int, inner: int, inputs: int, biased: bool
+) -> None:
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(2 * inner, inputs).to(dtype)
+    bias = torch.randn(2 * inner).to(dtype) if biased else None
+    packed = backend.pack_gated(weight)
+    assert packed.gated == (inner % 16 == 0)
+    assert torch.equal(packed.dense(), weight)
+    parts = backend.silu_mul(backend.linear(x, backend.pack(weight), bias, None, False))
+    assert torch.equal(backend.gated_linear(x, packed, bias), parts)
+
+
+def test_gates_and_ups_are_no_plain_weight(backend: CpuBackend, dtype: torch.dtype) -> None:
+    packed = backend.pack_gated(torch.randn(32, 8).to(dtype))
+    with pytest.raises(ValueError, match="weight"):
+        backend.linear(torch.randn(1, 8).to(dtype), packed, None, None, False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 40), inputs=SIZES, outputs=SIZES, tiny=st.booleans())
+def test_fp32_fmas_have_the_bits_of_bf16_dot_products(
+    rows: int, inputs: int, outputs: int, tiny: bool
+) -> None:
+    """So that the faster of the two may serve; denormal numbers included."""
+    names = {each.instruction_set.name: each for each in ops.native_backends()}
+    if not {"avx512_bf16", "avx512"} <= names.keys():
+        pytest.skip("no bf16 dot products on this processor")
+    scale = 2.0**-70 if tiny else 1.0
+    x = (torch.randn(rows, inputs) * scale).bfloat16()
+    weight = (torch.randn(outputs, inputs) * scale).bfloat16()
+    one, other = (
+        names[name].linear(x, names[name].pack(weight), None, None, True)
+        for name in ("avx512_bf16", "avx512")
+    )
+    assert torch.equal(one, other)

@@ -11,6 +11,12 @@ struct Share {
   int64_t begin, end;                  // the task's rows in the segment
 };
 
+// The states of a task's chunks where they are computed apart: [chunks][queries].
+struct Parts {
+  State* states;
+  float* mixed;  // [chunks][queries][stride]
+};
+
 template <class T>
 struct Worker {
   const AttentionArgs& args;
@@ -23,35 +29,74 @@ struct Worker {
     std::vector<State> states;
     std::vector<float> mixed;
     std::vector<Query<T>> queries;
+    std::vector<Operand<T>> q;  // [rows, group, units]
     std::vector<int64_t> own;
   };
 
-  void run(const Share& share, int64_t kv_head) const {
-    Scratch& scratch = kept<Scratch>();
-    const int64_t rows = share.end - share.begin, stride = (args.d + 15) / 16 * 16;
-    scratch.states.resize(rows * group);
-    scratch.mixed.resize((rows * group + kQueries) * stride);
-    for (int64_t i = 0; i < rows * group; ++i) {
-      scratch.states[i] = {0, 0, false, scratch.mixed.data() + (i + kQueries) * stride};
-    }
-    if (share.masks) {
-      shared(scratch, share, kv_head, share.context / kChunk * kChunk);
-      for (int64_t row = share.begin; row < share.end; ++row) own(scratch, share, kv_head, row);
+  void run(const Share& share, int64_t kv_head, const Parts* parts) const {
+    Scratch& scratch = begin(share, kv_head);
+    [[maybe_unused]] const Mode<T> mode;
+    if (!share.masks) {
+      shared(scratch, share, kv_head, 0, share.context + share.end, scratch.states.data());
     } else {
-      shared(scratch, share, kv_head, share.context + share.end);
+      const int64_t whole = share.context / kChunk * kChunk;
+      if (parts) {
+        join(scratch, *parts, whole / kChunk);
+      } else {
+        shared(scratch, share, kv_head, 0, whole, scratch.states.data());
+      }
+      for (int64_t row = share.begin; row < share.end; ++row) own(scratch, share, kv_head, row);
     }
-    for (int64_t i = 0; i < rows * group; ++i) write(scratch.states[i], share, kv_head, i);
+    const auto count = static_cast<int64_t>(scratch.states.size());
+    for (int64_t i = 0; i < count; ++i) write(scratch.states[i], share, kv_head, i);
   }
 
-  // Keys [0, length), which all rows have in the same lanes; a causal row stops at itself.
-  void shared(Scratch& scratch, const Share& share, int64_t kv_head, int64_t length) const {
-    for (int64_t at = 0; at < length; at += kChunk) {
-      const int64_t count = std::min(kChunk, length - at);
-      read(scratch, kv_head, share.slots + at, count);
+  // One chunk of the context by itself, for `join`.
+  void run_part(const Share& share, int64_t kv_head, const Parts& parts, int64_t chunk) const {
+    Scratch& scratch = begin(share, kv_head);
+    [[maybe_unused]] const Mode<T> mode;
+    const int64_t queries = (share.end - share.begin) * group;
+    State* states = parts.states + chunk * queries;
+    for (int64_t i = 0; i < queries; ++i) {
+      states[i] = {0, 0, false, parts.mixed + (chunk * queries + i) * stride()};
+    }
+    shared(scratch, share, kv_head, chunk * kChunk, (chunk + 1) * kChunk, states);
+  }
+
+  int64_t stride() const { return (args.d + 15) / 16 * 16; }
+
+ private:
+  Scratch& begin(const Share& share, int64_t kv_head) const {
+    Scratch& scratch = kept<Scratch>();
+    const int64_t queries = (share.end - share.begin) * group;
+    scratch.states.resize(queries);
+    scratch.mixed.resize((queries + kQueries) * stride());
+    for (int64_t i = 0; i < queries; ++i) {
+      scratch.states[i] = {0, 0, false, scratch.mixed.data() + (i + kQueries) * stride()};
+    }
+    read_queries(scratch, share, kv_head);
+    return scratch;
+  }
+
+  // Chunks that were computed apart, merged from the first to the last.
+  void join(Scratch& scratch, const Parts& parts, int64_t chunks) const {
+    const auto queries = static_cast<int64_t>(scratch.states.size());
+    for (int64_t i = 0; i < chunks * queries; ++i) {
+      const State& part = parts.states[i];
+      merge(scratch.states[i % queries], part.highest, part.sum, part.mixed, args.d);
+    }
+  }
+
+  // Keys [begin, end), which all rows have in the same lanes; a causal row stops at itself.
+  void shared(Scratch& scratch, const Share& share, int64_t kv_head, int64_t begin, int64_t end,
+              State* states) const {
+    for (int64_t at = begin; at < end; at += kChunk) {
+      const int64_t count = std::min(kChunk, end - at);
+      read(scratch, kv_head, share.slots + at, count, end - at - count);
       scratch.queries.clear();
       for (int64_t row = share.begin; row < share.end; ++row) {
         const int64_t visible = share.masks ? count : share.context + row + 1 - at;
-        if (visible > 0) add(scratch, share, kv_head, row, std::min(count, visible));
+        if (visible > 0) add(scratch, share, row, std::min(count, visible), states);
       }
       attend_all(scratch.chunk, args.d, scratch.queries, scratch.mixed.data());
     }
@@ -68,26 +113,41 @@ struct Worker {
     const auto length = static_cast<int64_t>(scratch.own.size());
     for (int64_t at = 0; at < length; at += kChunk) {
       const int64_t count = std::min(kChunk, length - at);
-      read(scratch, kv_head, scratch.own.data() + at, count);
+      read(scratch, kv_head, scratch.own.data() + at, count, 0);
       scratch.queries.clear();
-      add(scratch, share, kv_head, row, count);
+      add(scratch, share, row, count, scratch.states.data());
       attend_all(scratch.chunk, args.d, scratch.queries, scratch.mixed.data());
     }
   }
 
-  void read(Scratch& scratch, int64_t kv_head, const int64_t* slots, int64_t count) const {
+  // Reads `count` keys and fetches of the `following` ones what the next chunk takes.
+  void read(Scratch& scratch, int64_t kv_head, const int64_t* slots, int64_t count,
+            int64_t following) const {
     const T* k = static_cast<const T*>(args.k) + kv_head * args.d;
     const T* v = static_cast<const T*>(args.v) + kv_head * args.d;
-    scratch.chunk.read(k, v, args.kv_heads * args.d, units, slots, count);
+    const int64_t width = args.kv_heads * args.d;
+    scratch.chunk.read(k, v, width, units, slots, count);
+    fetch_keys(k, v, width, args.d, slots + count, std::min(kChunk, following));
   }
 
-  void add(Scratch& scratch, const Share& share, int64_t kv_head, int64_t row,
-           int64_t count) const {
-    const auto* q = static_cast<const T*>(args.q) +
-                    ((share.first_row + row) * args.heads + kv_head * group) * args.d;
-    for (int64_t head = 0; head < group; ++head, q += args.d) {
-      State* state = &scratch.states[(row - share.begin) * group + head];
-      scratch.queries.push_back({reinterpret_cast<const typename Unit<T>::type*>(q), state, count});
+  void read_queries(Scratch& scratch, const Share& share, int64_t kv_head) const {
+    using U = typename Unit<T>::type;
+    const int64_t width = group * units;
+    scratch.q.resize((share.end - share.begin) * width);
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const T* q = static_cast<const T*>(args.q) +
+                   ((share.first_row + row) * args.heads + kv_head * group) * args.d;
+      Operand<T>* to = scratch.q.data() + (row - share.begin) * width;
+      for (int64_t u = 0; u < width; ++u) to[u] = operand(reinterpret_cast<const U*>(q)[u]);
+    }
+  }
+
+  void add(Scratch& scratch, const Share& share, int64_t row, int64_t count,
+           State* states) const {
+    for (int64_t head = 0; head < group; ++head) {
+      const int64_t index = (row - share.begin) * group + head;
+      scratch.queries.push_back(
+          {scratch.q.data() + index * units, &states[index], count});
     }
   }
 
@@ -116,17 +176,72 @@ inline void shares_of(const AttentionArgs& args, std::vector<Share>& out) {
   }
 }
 
+// Few rows make few tasks: then the chunks of a long context are tasks as well, so that all threads
+// have work to the end. The arithmetic is the same.
+template <class T>
+struct Split {
+  const Worker<T>& worker;
+  const std::vector<Share>& shares;
+  std::vector<Parts> parts;         // of each task
+  std::vector<int64_t> first_part;  // of each task, and behind the last
+
+  struct Kept {
+    std::vector<State> states;
+    std::vector<float> mixed;
+  };
+
+  static constexpr int64_t kTasksOfThread = 6, kLeastChunks = 4;
+  static bool pays(int64_t tasks, const std::vector<Share>& shares) {
+    if (tasks >= kTasksOfThread * threads()) return false;
+    return std::any_of(shares.begin(), shares.end(), [](const Share& share) {
+      return share.masks && share.context >= kLeastChunks * kChunk;
+    });
+  }
+
+  void run() {
+    const int64_t heads = worker.args.kv_heads, stride = worker.stride();
+    std::vector<int64_t> first_state;
+    int64_t chunks = 0, states = 0;
+    for (size_t task = 0; task < shares.size() * heads; ++task) {
+      const Share& share = shares[task / heads];
+      const int64_t mine = share.masks ? share.context / kChunk : 0;
+      first_part.push_back(chunks);
+      first_state.push_back(states);
+      chunks += mine;
+      states += mine * (share.end - share.begin) * worker.group;
+    }
+    first_part.push_back(chunks);
+    auto& kept_here = kept<Kept>();
+    if (kept_here.states.size() < size_t(states)) kept_here.states.resize(states);
+    if (kept_here.mixed.size() < size_t(states * stride)) kept_here.mixed.resize(states * stride);
+    for (const int64_t first : first_state) {
+      parts.push_back({kept_here.states.data() + first, kept_here.mixed.data() + first * stride});
+    }
+    parallel(chunks, [&](int64_t part) {
+      const auto after = std::upper_bound(first_part.begin(), first_part.end(), part);
+      const int64_t task = after - first_part.begin() - 1;
+      worker.run_part(shares[task / heads], task % heads, parts[task], part - first_part[task]);
+    });
+  }
+};
+
 template <class T>
 inline void attention_as(const AttentionArgs& args) {
   auto& shares = kept<std::vector<Share>>();
   shares.clear();
   shares_of(args, shares);
   const Worker<T> worker{args};
+  const auto tasks = static_cast<int64_t>(shares.size()) * args.kv_heads;
+  Split<T> split{worker, shares, {}, {}};
+  const bool apart = Split<T>::pays(tasks, shares);
+  if (apart) split.run();
   const Share* list = shares.data();
+  const Parts* parts = apart ? split.parts.data() : nullptr;
   // The long ones first: in a prefill chunk those are the last rows.
-  const auto count = static_cast<int64_t>(shares.size());
-  parallel(count * args.kv_heads, [&](int64_t task) {
-    worker.run(list[count - 1 - task / args.kv_heads], task % args.kv_heads);
+  parallel(tasks, [&](int64_t index) {
+    const int64_t task = tasks - 1 - index;
+    const Share& share = list[task / args.kv_heads];
+    worker.run(share, task % args.kv_heads, parts && share.masks ? parts + task : nullptr);
   });
 }
 

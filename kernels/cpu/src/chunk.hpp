@@ -7,6 +7,21 @@
 constexpr int64_t kChunk = 64;
 constexpr int64_t kTile = 64;  // values of a head that are accumulated at once
 
+// Fetches what `Chunk::read` and the mixing will need of `count` keys.
+template <class T>
+inline void fetch_keys(const T* k_head, const T* v_head, int64_t stride, int64_t d,
+                       const int64_t* slots, int64_t count) {
+  const int64_t size = d * int64_t(sizeof(T));
+  for (int64_t j = 0; j < count; ++j) {
+    const auto* k = reinterpret_cast<const char*>(k_head + slots[j] * stride);
+    const auto* v = reinterpret_cast<const char*>(v_head + slots[j] * stride);
+    for (int64_t at = 0; at < size; at += 64) {
+      __builtin_prefetch(k + at, 0, 2);
+      __builtin_prefetch(v + at, 0, 2);
+    }
+  }
+}
+
 // The keys of a chunk: K turned so that a lane is a key, V where it lies.
 template <class T>
 struct Chunk {
@@ -48,29 +63,27 @@ struct State {
 
 template <class T>
 struct Query {
-  const typename Unit<T>::type* q;  // [units]
+  const Operand<T>* q;  // [units]
   State* state;
   int64_t count;  // keys of the chunk that the row reads
 };
 
-// weights[64] = exp(score - highest) of the first `count` keys, for N queries.
-template <class T, int N>
-inline void score(const Chunk<T>& chunk, int64_t units, float scale, const Query<T>* queries,
-                  float (*weights)[kChunk], float* highest_of, float* sum_of) {
-  V acc[N][4];
+// weights = exp(score - highest) of the first `count` keys, for N queries. A: vectors of keys that
+// any of the queries reads; what the others would add is zero.
+template <class T, int N, int A>
+inline void score_some(const Chunk<T>& chunk, int64_t units, float scale, const Query<T>* queries,
+                       float (*weights)[kChunk], float* highest_of, float* sum_of) {
+  V acc[N][A];
   for (int n = 0; n < N; ++n) {
-    for (int i = 0; i < 4; ++i) acc[n][i] = zero();
+    for (int i = 0; i < A; ++i) acc[n][i] = zero();
   }
   const auto* k = chunk.k.data();
   for (int64_t u = 0; u < units; ++u, k += kChunk) {
-    const auto k0 = load_weights(k), k1 = load_weights(k + 16);
-    const auto k2 = load_weights(k + 32), k3 = load_weights(k + 48);
+    Weights<T> keys[A];
+    for (int i = 0; i < A; ++i) keys[i] = load_weights(k + 16 * i);
     for (int n = 0; n < N; ++n) {
       const auto value = broadcast(queries[n].q[u]);
-      acc[n][0] = dot(acc[n][0], k0, value);
-      acc[n][1] = dot(acc[n][1], k1, value);
-      acc[n][2] = dot(acc[n][2], k2, value);
-      acc[n][3] = dot(acc[n][3], k3, value);
+      for (int i = 0; i < A; ++i) acc[n][i] = dot(acc[n][i], keys[i], value);
     }
   }
   for (int n = 0; n < N; ++n) {
@@ -78,17 +91,33 @@ inline void score(const Chunk<T>& chunk, int64_t units, float scale, const Query
     const auto valid = [&](int i) {
       return std::clamp<int64_t>(queries[n].count - 16 * i, 0, 16);
     };
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < A; ++i) {
       acc[n][i] = first(acc[n][i] * set1(scale), valid(i), -INFINITY);
       top = maximum(top, acc[n][i]);
     }
     highest_of[n] = highest(top);
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < A; ++i) {
       const V weight = first(exponential(acc[n][i] - set1(highest_of[n])), valid(i), 0.0f);
       store(weights[n] + 16 * i, weight);
       total = total + weight;
     }
     sum_of[n] = sum(total);
+  }
+}
+
+template <class T, int N>
+inline void score(const Chunk<T>& chunk, int64_t units, float scale, const Query<T>* queries,
+                  float (*weights)[kChunk], float* highest_of, float* sum_of) {
+  int64_t most = 0;
+  for (int n = 0; n < N; ++n) most = std::max(most, queries[n].count);
+  const auto run = [&](auto vectors) {
+    score_some<T, N, vectors.value>(chunk, units, scale, queries, weights, highest_of, sum_of);
+  };
+  switch ((most + 15) / 16) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    default: return run(std::integral_constant<int, 4>());
   }
 }
 
@@ -180,5 +209,11 @@ inline void attend_all(const Chunk<T>& chunk, int64_t d, const std::vector<Query
   for (; i + kQueries <= queries.size(); i += kQueries) {
     attend<T, kQueries>(chunk, d, queries.data() + i, mixed);
   }
-  for (; i < queries.size(); ++i) attend<T, 1>(chunk, d, queries.data() + i, mixed);
+  const Query<T>* rest = queries.data() + i;
+  switch (queries.size() - i) {
+    case 0: return;
+    case 1: return attend<T, 1>(chunk, d, rest, mixed);
+    case 2: return attend<T, std::min(2, kQueries)>(chunk, d, rest, mixed);
+    default: return attend<T, std::min(3, kQueries)>(chunk, d, rest, mixed);
+  }
 }

@@ -14,6 +14,17 @@ struct Unit<bf16> {
   static constexpr int64_t size = 2;
 };
 
+// What a unit is kept in while it is multiplied with many others.
+template <class T>
+using Operand = decltype(operand(typename Unit<T>::type()));
+
+struct Plainly {
+  ~Plainly() {}
+};
+// How the processor computes while one of these lives.
+template <class T>
+using Mode = std::conditional_t<std::is_same_v<T, bf16>, FlushDenormals, Plainly>;
+
 // This thread's S, kept between calls. The barrier keeps the compiler from looking the address up
 // once more at every use, inner loops included.
 template <class S>
@@ -51,6 +62,12 @@ inline V rounded(V a, const bf16*) {
   bf16 lane[16];
   store(lane, a);
   return load(lane);
+}
+
+// x / (1 + e^-x), rounded to T.
+template <class T>
+inline V silu(V x, const T* type) {
+  return rounded(x / (set1(1.0f) + exponential(zero() - x)), type);
 }
 
 // f(i, n) for every vector of up to 16 elements in [0, d): the tail is the same code, masked.

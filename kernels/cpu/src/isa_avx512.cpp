@@ -16,10 +16,10 @@ namespace {
 #include "rows.hpp"
 #include "chunk.hpp"
 #include "attention.hpp"
+#include "best.hpp"
 }  // namespace
 }  // namespace avx512
-const Kernels kAvx512 = {"avx512",        avx512::linear,   avx512::rms_norm,
-                        avx512::rope, avx512::silu_mul, avx512::attention};
+const Kernels kAvx512 = {"avx512", avx512::linear, avx512::rms_norm, avx512::rope, avx512::silu_mul, avx512::attention, avx512::best};
 }  // namespace coppice
 #if defined(__clang__)
 #pragma clang attribute pop

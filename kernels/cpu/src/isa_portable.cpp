@@ -9,8 +9,8 @@ namespace {
 #include "rows.hpp"
 #include "chunk.hpp"
 #include "attention.hpp"
+#include "best.hpp"
 }  // namespace
 }  // namespace portable
-const Kernels kPortable = {"portable",     portable::linear,   portable::rms_norm,
-                           portable::rope, portable::silu_mul, portable::attention};
+const Kernels kPortable = {"portable", portable::linear, portable::rms_norm, portable::rope, portable::silu_mul, portable::attention, portable::best};
 }  // namespace coppice

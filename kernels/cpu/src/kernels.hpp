@@ -22,6 +22,9 @@ struct LinearArgs {
   void* out;             // [rows, n]
   int64_t rows;
   int64_t wide;  // out in fp32 whatever the type
+  // Every block of outputs is 16 gates and their 16 ups: out [rows, n / 2] = silu(gate) * up. The
+  // bias is all gates, then all ups.
+  int64_t gated;
 };
 
 struct NormArgs {
@@ -52,6 +55,14 @@ struct AttentionArgs {
   int64_t segments;
 };
 
+struct BestArgs {
+  const float* x;  // [rows, n]
+  int64_t rows, n, count;
+  int64_t* ids;               // [rows, count]
+  float* values;              // [rows, count]
+  int64_t log_probabilities;  // values become those of a softmax over the row
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const LinearArgs&);
@@ -59,6 +70,7 @@ struct Kernels {
   void (*rope)(const RopeArgs&);
   void (*silu_mul)(Type, const void* gate_up, void* out, int64_t rows, int64_t d);
   void (*attention)(const AttentionArgs&);
+  void (*best)(const BestArgs&);
 };
 
 #if defined(__x86_64__)

@@ -36,11 +36,7 @@ class Run {
     const char* mixed = attend(qkv);
     char* between = buffers_.hidden.take(bytes(w.hidden));
     linear(w.o, mixed, hidden, between);
-    char* gate_up = buffers_.gate_up.take(bytes(w.gate_up.n));
-    linear(w.gate_up, norm(between, w.post_norm), nullptr, gate_up);
-    char* gated = buffers_.gated.take(bytes(w.inner));
-    kernels_.silu_mul(type(), gate_up, gated, pass_.rows, w.inner);
-    linear(w.down, gated, between, out);
+    linear(w.down, gate(norm(between, w.post_norm)), between, out);
   }
 
  private:
@@ -55,9 +51,23 @@ class Run {
     return out;
   }
 
-  void linear(const Projection& to, const void* x, const void* residual, void* out) const {
+  void linear(const Projection& to, const void* x, const void* residual, void* out,
+              bool gated = false) const {
     kernels_.linear(
-        {type(), {to.panels, to.n, to.k}, x, to.bias, residual, out, pass_.rows, false});
+        {type(), {to.panels, to.n, to.k}, x, to.bias, residual, out, pass_.rows, false, gated});
+  }
+
+  const char* gate(const void* x) const {
+    const Layer& w = layer_;
+    char* gated = buffers_.gated.take(bytes(w.inner));
+    if (w.gated) {
+      linear(w.gate_up, x, nullptr, gated, true);
+      return gated;
+    }
+    char* gate_up = buffers_.gate_up.take(bytes(w.gate_up.n));
+    linear(w.gate_up, x, nullptr, gate_up);
+    kernels_.silu_mul(type(), gate_up, gated, pass_.rows, w.inner);
+    return gated;
   }
 
   const char* attend(char* qkv) const {

@@ -16,6 +16,7 @@ struct Layer {
   double eps;
   const void *input_norm, *q_norm, *k_norm, *post_norm;  // all but the last may be null
   Projection qkv, o, gate_up, down;
+  int64_t gated;  // gate_up is packed for LinearArgs::gated
 };
 
 struct Pass {
@@ -27,7 +28,7 @@ struct Pass {
   int64_t segments;
 };
 
-// hidden [rows, hidden] -> out [rows, hidden]; K/V of the rows are written into the pools.
+// hidden [rows, hidden] -> out [rows, hidden], which may be the same; K/V of the rows are written into the pools.
 void run_layer(const Kernels& kernels, const Layer& layer, const Pass& pass, const void* hidden,
                void* out);
 

@@ -1,5 +1,7 @@
 // The C interface: plain pointers and sizes, so that building needs neither Python's nor torch's
 // headers.
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -25,6 +27,39 @@ bool runs_here(const Kernels& kernels) {
 #endif
   return &kernels == &kPortable;
 }
+
+#if defined(__x86_64__)
+double seconds(const Kernels& kernels, const LinearArgs& args) {
+  const auto start = std::chrono::steady_clock::now();
+  kernels.linear(args);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Some processors take two cycles and more for a bf16 dot product that two fp32 FMAs do in one; the
+// bits are the same (see `dot`), so the faster one is used.
+const Kernels& fastest_bf16() {
+  static const Kernels chosen = [] {
+    constexpr int64_t kOutputs = 32, kInputs = 512, kRows = 12;
+    std::vector<uint16_t> panels(kOutputs * kInputs, 0x3f80), x(kRows * kInputs, 0x3f80);
+    std::vector<float> out(kRows * kOutputs);
+    const LinearArgs args{Type::kBf16, {panels.data(), kOutputs, kInputs}, x.data(), nullptr, nullptr,
+                          out.data(), kRows, 1, 0};
+    // In turn and often: wide registers take some 20 us to come to full speed.
+    double pairs = 1.0, halves = 1.0;
+    for (int i = 0; i < 64; ++i) {
+      pairs = std::min(pairs, seconds(kAvx512Bf16, args));
+      halves = std::min(halves, seconds(kAvx512, args));
+    }
+    Kernels best = kAvx512Bf16;
+    if (halves < pairs) {
+      best.linear = kAvx512.linear;
+      best.attention = kAvx512.attention;
+    }
+    return best;
+  }();
+  return chosen;
+}
+#endif
 
 // Best first.
 const Kernels* const kAll[] = {
@@ -62,7 +97,11 @@ COPPICE_API void coppice_set_threads(int count) { set_threads(count); }
 // empty where this processor lacks it.
 COPPICE_API const Kernels* coppice_kernels(int index, const char** name) {
   if (index < 0 || index >= int(sizeof kAll / sizeof *kAll)) return nullptr;
-  *name = runs_here(*kAll[index]) ? kAll[index]->name : "";
+  const bool runs = runs_here(*kAll[index]);
+  *name = runs ? kAll[index]->name : "";
+#if defined(__x86_64__)
+  if (runs && kAll[index] == &kAvx512Bf16) return &fastest_bf16();
+#endif
   return kAll[index];
 }
 
@@ -76,8 +115,8 @@ COPPICE_API void coppice_pack(int64_t type, const void* weight, int64_t n, int64
 
 COPPICE_API void coppice_linear(const Kernels* kernels, int64_t type, const void* panels, int64_t n,
                                 int64_t k, const void* x, int64_t rows, const void* bias,
-                                const void* residual, int64_t wide, void* out) {
-  kernels->linear({Type(type), {panels, n, k}, x, bias, residual, out, rows, wide});
+                                const void* residual, int64_t wide, int64_t gated, void* out) {
+  kernels->linear({Type(type), {panels, n, k}, x, bias, residual, out, rows, wide, gated});
 }
 
 COPPICE_API void coppice_rms_norm(const Kernels* kernels, int64_t type, const void* x,
@@ -104,11 +143,22 @@ COPPICE_API void coppice_attention(const Kernels* kernels, int64_t type, const v
   kernels->attention({Type(type), q, k, v, out, heads, kv_heads, d, shares, keys, segments});
 }
 
-COPPICE_API void coppice_layer(const Kernels* kernels, const Layer* layer, const void* hidden,
-                               int64_t rows, const float* cos, const float* sin,
-                               const int64_t* slots, void* k, void* v, const int64_t* shares,
-                               const int64_t* keys, int64_t segments, void* out) {
-  run_layer(*kernels, *layer, {rows, cos, sin, slots, k, v, shares, keys, segments}, hidden, out);
+// Layer after layer over hidden [rows, hidden], which is changed in place; the pools of a layer are
+// `pool_bytes` behind those of the layer before it.
+COPPICE_API void coppice_layers(const Kernels* kernels, const Layer* const* layers, int64_t count,
+                                void* hidden, int64_t rows, const float* cos, const float* sin,
+                                const int64_t* slots, char* k, char* v, int64_t pool_bytes,
+                                const int64_t* shares, const int64_t* keys, int64_t segments) {
+  for (int64_t i = 0; i < count; ++i, k += pool_bytes, v += pool_bytes) {
+    const Pass pass{rows, cos, sin, slots, k, v, shares, keys, segments};
+    run_layer(*kernels, *layers[i], pass, hidden, hidden);
+  }
+}
+
+COPPICE_API void coppice_best(const Kernels* kernels, const float* x, int64_t rows, int64_t n,
+                              int64_t count, int64_t* ids, float* values,
+                              int64_t log_probabilities) {
+  kernels->best({x, rows, n, count, ids, values, log_probabilities});
 }
 
 // libm for every element alike: vector code beside a scalar tail would make a row's angles depend

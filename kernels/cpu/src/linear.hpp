@@ -6,13 +6,28 @@ constexpr int64_t kBlock = 32;  // outputs of a block: two panels of 16
 
 // One block for R rows: x [units][R], w [units][32] -> acc [R][32]. `ahead` is fetched meanwhile,
 // `lines` cache lines per unit.
+// Brings weights near while others are multiplied: the processor's own prefetchers fall behind a
+// stream whose lines are worked on for long.
+struct Fetch {
+  const char* far;  // into the second-level cache
+  int lines;        // of it for each unit: 0, 1 or 2
+
+  inline void next(const void* w) {
+    constexpr int64_t kNear = 2048;
+    __builtin_prefetch(static_cast<const char*>(w) + kNear, 0, 3);
+    __builtin_prefetch(static_cast<const char*>(w) + kNear + 64, 0, 3);
+    for (int i = 0; i < lines; ++i, far += 64) __builtin_prefetch(far, 0, 2);
+  }
+};
+
+// One block for R rows: x [units][R], w [units][32] -> out [R][32].
 template <class T, int R>
-inline void block(const typename Unit<T>::type* w, const typename Unit<T>::type* x, int64_t units,
-                  const char* ahead, int lines, float* out) {
+inline void block(const typename Unit<T>::type* w, const Operand<T>* x, int64_t units,
+                  Fetch fetch, float* out) {
   V acc[R][2];
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
   for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
-    for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    fetch.next(w);
     const auto w0 = load_weights(w), w1 = load_weights(w + 16);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -28,8 +43,7 @@ inline void block(const typename Unit<T>::type* w, const typename Unit<T>::type*
 }
 
 template <class T>
-using Block = void (*)(const typename Unit<T>::type*, const typename Unit<T>::type*, int64_t,
-                       const char*, int, float*);
+using Block = void (*)(const typename Unit<T>::type*, const Operand<T>*, int64_t, Fetch, float*);
 
 template <class T, int... R>
 inline Block<T> block_of(int rows, std::integer_sequence<int, R...>) {
@@ -46,21 +60,23 @@ struct Groups {
 
 // Groups of rows side by side, [units][rows of the group], so that a block reads one stream.
 template <class T>
-inline void interleave(const T* x, int64_t k, const Groups& groups, typename Unit<T>::type* out) {
+inline void interleave(const T* x, int64_t k, const Groups& groups, Operand<T>* out) {
   using U = typename Unit<T>::type;
   const int64_t whole = k / Unit<T>::size, units = (k + Unit<T>::size - 1) / Unit<T>::size;
   over_rows(groups.count, units * kMostRows, [&](int64_t group) {
     const int64_t first = groups.begin(group), count = groups.begin(group + 1) - first;
     for (int64_t r = 0; r < count; ++r) {
       const T* row = x + (first + r) * k;
-      U* to = out + first * units + r;
+      Operand<T>* to = out + first * units + r;
       for (int64_t u = 0; u < whole; ++u) {
-        std::memcpy(to + u * count, row + u * Unit<T>::size, sizeof(U));
+        U unit;
+        std::memcpy(&unit, row + u * Unit<T>::size, sizeof unit);
+        to[u * count] = operand(unit);
       }
       if (whole < units) {
         U last = 0;
         std::memcpy(&last, row + whole * Unit<T>::size, sizeof(T));
-        to[whole * count] = last;
+        to[whole * count] = operand(last);
       }
     }
   });
@@ -80,38 +96,51 @@ inline void finish(const LinearArgs& args, const float* acc, int64_t row, int64_
   });
 }
 
+// A block's gates and ups, each as `finish` would have written it, then as `silu_mul` joins them.
+template <class T>
+inline void finish_gated(const LinearArgs& args, const float* acc, int64_t row, int64_t output) {
+  const auto* bias = static_cast<const T*>(args.bias);
+  const T* type = nullptr;
+  V gate = load(acc), up = load(acc + 16);
+  if (bias) {
+    gate = gate + load(bias + output / 2);
+    up = up + load(bias + (args.weight.n + output) / 2);
+  }
+  T* out = static_cast<T*>(args.out) + (row * args.weight.n + output) / 2;
+  store(out, silu(rounded(gate, type), type) * rounded(up, type));
+}
+
 template <class T, class O>
 inline void linear_as(const LinearArgs& args) {
   using U = typename Unit<T>::type;
   const int64_t k = args.weight.k, units = (k + Unit<T>::size - 1) / Unit<T>::size;
   const Groups groups(args.rows);
-  const U* x = static_cast<const U*>(args.x);
-  if (args.rows > 1 || k % Unit<T>::size != 0) {
-    auto& scratch = kept<std::vector<U>>();
-    if (scratch.size() < size_t(args.rows * units)) scratch.resize(args.rows * units);
-    interleave(static_cast<const T*>(args.x), k, groups, scratch.data());
-    x = scratch.data();
-  }
+  auto& scratch = kept<std::vector<Operand<T>>>();
+  if (scratch.size() < size_t(args.rows * units)) scratch.resize(args.rows * units);
+  interleave(static_cast<const T*>(args.x), k, groups, scratch.data());
+  const Operand<T>* x = scratch.data();
   const U* weight = static_cast<const U*>(args.weight.panels);
   const int64_t blocks = (args.weight.n + kBlock - 1) / kBlock;
-  // One group: fetch ahead in the stream, the further the longer a unit takes. Several: fetch the
-  // next block while this one is reused.
+  // One group: far ahead in the stream. Several: the next block, while this one is reused.
+  constexpr int64_t kFar = 8192;
   const int64_t size = units * kBlock * int64_t(sizeof(U));
   const bool once = groups.count < 2;
-  const int64_t ahead = once ? (args.rows < 3 ? 4096 : 8192) : size;
-  const int lines = once ? 2 : 1;
   parallel(blocks, [&](int64_t index) {
     const U* w = weight + index * units * kBlock;
-    const char* next = reinterpret_cast<const char*>(w) + ahead;
+    const char* next = reinterpret_cast<const char*>(w) + (once ? kFar : size);
     alignas(64) float acc[kMostRows * kBlock];
+    [[maybe_unused]] const Mode<T> mode;
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t first = groups.begin(group), rows = groups.begin(group + 1) - first;
       const auto run = block_of<T>(int(rows), std::make_integer_sequence<int, kMostRows>());
-      const bool fetch = group < 2;
-      run(w, x + first * units, units, next + (fetch ? group * units * 64 : 0), fetch ? lines : 0,
-          acc);
+      const Fetch fetch{next + group * units * 64, once ? 2 : group < 2 ? 1 : 0};
+      run(w, x + first * units, units, fetch, acc);
       for (int64_t r = 0; r < rows; ++r) {
-        finish<T, O>(args, acc + r * kBlock, first + r, index * kBlock);
+        if (args.gated) {
+          finish_gated<T>(args, acc + r * kBlock, first + r, index * kBlock);
+        } else {
+          finish<T, O>(args, acc + r * kBlock, first + r, index * kBlock);
+        }
       }
     }
   });

@@ -44,9 +44,7 @@ inline void silu_mul_as(const void* gate_up, void* result, int64_t rows, int64_t
     const T* gate = static_cast<const T*>(gate_up) + row * 2 * d;
     T* out = static_cast<T*>(result) + row * d;
     vectors(d, [&](int64_t i, int64_t n) {
-      const V x = load_some(gate + i, n);
-      const V silu = rounded(x / (set1(1.0f) + exponential(zero() - x)), gate);
-      store_some(out + i, silu * load_some(gate + d + i, n), n);
+      store_some(out + i, silu(load_some(gate + i, n), gate) * load_some(gate + d + i, n), n);
     });
   });
 }

@@ -59,32 +59,45 @@ template <>
 struct Weights<float> {
   V w;
 };
+#if COPPICE_BF16
 template <>
 struct Weights<bf16> {
   __m512i w;
 };
-inline Weights<float> load_weights(const float* p) { return {load(p)}; }
 inline Weights<bf16> load_weights(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+#else
+struct Two {
+  V low, high;
+};
+template <>
+struct Weights<bf16> {
+  Two w;
+};
+inline Weights<bf16> load_weights(const uint32_t* p) {
+  const __m512i pairs = _mm512_loadu_si512(p);
+  const __m512i high = _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)));
+  return {{{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}, {_mm512_castsi512_ps(high)}}};
+}
+#endif
+inline Weights<float> load_weights(const float* p) { return {load(p)}; }
+inline float operand(float x) { return x; }
 inline V broadcast(float x) { return set1(x); }
-inline V dot(V acc, Weights<float> w, V x) { return fma(w.w, x, acc); }
+inline V dot(V acc, const Weights<float>& w, V x) { return fma(w.w, x, acc); }
 
 #if COPPICE_BF16
+// What a row of x is kept in, a unit each, while it is multiplied.
+inline uint32_t operand(uint32_t pair) { return pair; }
 inline __m512i broadcast(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline V dot(V acc, Weights<bf16> w, __m512i x) {
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)w.w, (__m512bh)x)};
 }
 #else
-struct Two {
-  __m512 low, high;
-};
-inline Two split(__m512i pairs) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))))};
-}
-inline Two broadcast(uint32_t x) { return split(_mm512_set1_epi32(static_cast<int>(x))); }
-inline V dot(V acc, Weights<bf16> w, Two x) {
-  const Two s = split(w.w);
-  return {_mm512_fmadd_ps(s.high, x.high, _mm512_fmadd_ps(s.low, x.low, acc.v))};
+inline Halves operand(uint32_t pair) { return halves(pair); }
+inline Two broadcast(Halves x) { return {set1(x.low), set1(x.high)}; }
+inline Two broadcast(uint32_t x) { return broadcast(halves(x)); }
+// The order, and with denormals flushed the bits, of `vdpbf16ps`.
+inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
+  return fma(w.w.low, x.low, fma(w.w.high, x.high, acc));
 }
 #endif
 

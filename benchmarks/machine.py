@@ -1,0 +1,60 @@
+"""What a result was measured on, and what the machine can do at most."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from kernels import ops
+
+READ_BYTES = 1 << 29  # beyond the caches
+PEAK_SIZE = 2048
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores, versions."""
+    cpu = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    packages = ("coppice", "torch", "grpcio", "ray", "redis")
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernels": ops.describe(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def median_seconds(run: Callable[[], object], calls: int, warm_up: int = 2) -> float:
+    """Median seconds of a call."""
+    for _ in range(warm_up):
+        run()
+    return statistics.median(timed(run) for _ in range(calls))
+
+
+def read_gb_s() -> float:
+    """Sequential read bandwidth in GB/s: torch's sum over fp32 values, the best of ten."""
+    values = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / min(timed(values.sum) for _ in range(10)) / 1e9
+
+
+def peak_gflop_s() -> float:
+    """GFLOP/s of a large square bf16 product in torch (oneDNN), the best of ten."""
+    a = torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16()
+    b = torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16()
+    return 2 * PEAK_SIZE**3 / min(timed(lambda: a @ b) for _ in range(10)) / 1e9
