@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 
 from coppice.tree import MAX_ROWS, DraftTree
 
-SIZES = (1, 3, 7, 15, 31, 63)
+SIZES = (1, 2, 3, 5, 7, 11, 15, 31, 63)
 _WEIGHT = 0.1
+# Of a walk in the running mean of the gain, at least: walks are coin tosses, and their mean must
+# not toss between plain and speculative decoding.
+_WALK_WEIGHT = 0.02
 # Every so many grants of each session another size than the best is tried, or, from plain
 # decoding, a tree at all.
 _EXPLORE_EVERY = 48
+_FEW_ROWS = 8  # that are told apart
 # A tree must promise that much more than plain decoding, as estimates are noisy.
 _MARGIN = 1.03
 
@@ -38,6 +42,7 @@ class Budget:
     adaptive: bool = True  # False: as many nodes as there is room for, always
     _sizes: tuple[int, ...] = field(init=False)
     _gain: dict[int, float] = field(init=False)
+    _walks: dict[int, int] = field(init=False)
     _draft: dict[int, float] = field(init=False)
     _steps: dict[int, float] = field(default_factory=dict[int, float])
     _grants: int = 0
@@ -45,6 +50,7 @@ class Budget:
     def __post_init__(self) -> None:
         self._sizes = (*(size for size in SIZES if size < self.most), self.most)
         self._gain = {size: min(size, 2.0) for size in self._sizes}
+        self._walks = dict.fromkeys(self._sizes, 0)
         self._draft = dict.fromkeys(self._sizes, 0.0)
 
     # ---- measurements ------------------------------------------------------
@@ -69,7 +75,9 @@ class Budget:
             if size > len(tree) and size != self._smallest_above(len(tree)):
                 continue
             gain = sum(rank[row] < size for row in accepted)
-            self._gain[size] += _WEIGHT * (gain - self._gain[size])
+            self._walks[size] += 1
+            weight = max(_WALK_WEIGHT, 1 / (self._walks[size] + 1))
+            self._gain[size] += weight * (gain - self._gain[size])
 
     def _smallest_above(self, nodes: int) -> int:
         return next((size for size in self._sizes if size >= nodes), self.most)
@@ -94,7 +102,9 @@ class Budget:
         seconds = self.step_seconds(decoding * (nodes + 1))
         if nodes == 0:
             return decoding / max(seconds, 1e-9)
-        return decoding * (1 + self._gain[nodes]) / max(seconds + self._draft[nodes], 1e-9)
+        # A larger tree holds the smaller one, whatever few walks say of it.
+        gain = max(self._gain[size] for size in self._sizes if size <= nodes)
+        return decoding * (1 + gain) / max(seconds + self._draft[nodes], 1e-9)
 
     def cap(self, decoding: int) -> int:
         """Nodes for each of `decoding` sessions that the rows of one pass have room for."""
@@ -120,5 +130,5 @@ class Budget:
 
 
 def _bucket(rows: int) -> int:
-    """Rows up to the next power of two are taken together."""
-    return 1 << max(0, rows - 1).bit_length()
+    """Many rows are taken together with all up to the next power of two."""
+    return rows if rows <= _FEW_ROWS else 1 << (rows - 1).bit_length()

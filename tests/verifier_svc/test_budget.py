@@ -31,8 +31,8 @@ def most_common(budget: Budget, decoding: int) -> int:
 
 
 def test_cheap_good_drafts_get_what_they_fill() -> None:
-    # Four tokens are accepted, so beyond 7 nodes nothing is gained; rows cost something.
-    assert most_common(measured(accepted=4, draft=0.001, row=0.0002), 1) == 7
+    # Four tokens are accepted, so beyond 5 nodes nothing is gained; rows cost something.
+    assert most_common(measured(accepted=4, draft=0.001, row=0.0002), 1) == 5
 
 
 def test_drafts_that_are_never_accepted_are_not_asked_for() -> None:
@@ -79,3 +79,16 @@ def test_all_rows_fit_into_the_pass(most: int, rows: int, decoding: int, adaptiv
     nodes = Budget(most, rows, adaptive).choose(decoding).nodes
     assert 0 <= nodes <= most
     assert nodes == 0 or (nodes + 1) * decoding <= rows
+
+
+def test_a_few_unlucky_walks_do_not_make_a_larger_tree_worth_less_than_a_smaller_one() -> None:
+    budget = measured(accepted=4, draft=0.001)
+    before = budget.speed(5, 1)
+    larger = Budget(15, 64)
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        larger.observe_step(rows, 0.010)
+    for _ in range(50):
+        larger.observe_walk(CHAIN.trimmed(5), range(1, 5))
+    for _ in range(3):
+        larger.observe_walk(CHAIN, ())
+    assert larger.speed(15, 1) >= larger.speed(5, 1) > 0.8 * before
