@@ -160,21 +160,35 @@ async def run_service(settings: Settings, prompts: Prompts, tokens: int) -> Serv
     with steps(Console(stderr=True)) as shown:
         async with service(settings, shown) as running:
             result.ready_seconds = running.seconds
-            handle = ray.get_actor("verifier-0", namespace=settings.ray.namespace)
+            verifier, drafter = (
+                ray.get_actor(name, namespace=settings.ray.namespace)
+                for name in ("verifier-0", "drafter-0")
+            )
 
-            def timings() -> Timings:
-                timings: Timings = ray.get(handle.timings.remote())  # pyright: ignore[reportAssignmentType]
-                return timings
+            def spent() -> tuple[Timings, float]:
+                timings, metrics = ray.get([verifier.timings.remote(), drafter.metrics.remote()])
+                return timings, drafting_seconds(metrics)
 
-            await off_loop(lambda: drive(running.address, prompts, tokens, result, timings))
+            await off_loop(lambda: drive(running.address, prompts, tokens, result, spent))
     return result
 
 
+def drafting_seconds(metrics: str) -> float:
+    """All that a drafter has spent on drafts, from its metrics."""
+    (line,) = (x for x in metrics.splitlines() if x.startswith("coppice_draft_latency_seconds_sum"))
+    return float(line.split()[-1])
+
+
 def drive(
-    address: str, prompts: Prompts, tokens: int, result: Served, timings: Callable[[], Timings]
+    address: str,
+    prompts: Prompts,
+    tokens: int,
+    result: Served,
+    spent: Callable[[], tuple[Timings, float]],
 ) -> None:
-    """Asks every prompt twice, plain and speculative, and takes down what came of it."""
-    speculative, seconds, steps_run = Timings(), 0.0, 0
+    """Asks every prompt twice, plain and speculative, and takes down what came of it. `spent` tells
+    what verifier and drafter have spent so far."""
+    speculative, drafting, seconds, steps_run = Timings(), 0.0, 0.0, 0
     with grpc.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         warm_up = next(iter(prompts.values()))[0]
@@ -182,9 +196,11 @@ def drive(
             ask(stub, warm_up, tokens, speculation)
         for name, prompt in track(flat(prompts), "service", console=Console(stderr=True)):
             plain, plain_seconds, ttft = ask(stub, prompt, tokens, speculation=False)
-            before = timings()
+            before, drafting_before = spent()
             drafted, drafted_seconds, _ = ask(stub, prompt, tokens, speculation=True)
-            add(speculative, timings(), before)
+            after, drafting_after = spent()
+            add(speculative, after, before)
+            drafting += drafting_after - drafting_before
             stats = drafted[-1].speculation
             seconds += drafted_seconds
             steps_run += len(drafted)
@@ -196,7 +212,8 @@ def drive(
             result.differing_tokens += differing(token_ids(plain), token_ids(drafted))
     busy = speculative.plan + speculative.verify + speculative.commit
     parts = {
-        "wait": speculative.wait,  # for drafts: drafting and the wire between
+        "draft": drafting,
+        "wire": max(0.0, speculative.wait - drafting),  # of the waiting for drafts
         "plan": speculative.plan,
         "verify": speculative.verify,
         "sample": speculative.commit,
