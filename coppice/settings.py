@@ -29,6 +29,9 @@ class ModelSettings(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="of the weights; auto = float32 on a CPU, bfloat16 on a GPU"
     )
+    quantization: Literal["none", "int8"] = Field(
+        default="none", description="of the weights, on a CPU: int8 is half of bfloat16's memory"
+    )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     max_context: int | None = Field(
         default=None, ge=2, description="tokens; default: the model's own"

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.batch import AttentionBatch, KVCache
-from kernels.cpu.backend import TYPES, CpuBackend
+from kernels.cpu.backend import CpuBackend
 from kernels.cpu.layer import plan_layer
-from kernels.cpu.library import open_library
+from kernels.cpu.library import TYPES, open_library
 from kernels.cpu.memory import Arena
 from kernels.layer import LayerSizes, LayerWeights
 from kernels.packed import PackedWeight, Weight, dense
@@ -45,6 +45,7 @@ __all__ = [
     "native_backends",
     "pack",
     "pack_layer",
+    "quantizes",
     "rms_norm",
     "rope",
     "rotary_angles",
@@ -126,31 +127,44 @@ def _serving(x: Tensor) -> "CpuBackend | TritonBackend | None":
     return backend if backend.takes(x) else None
 
 
-def pack(weight: Weight) -> Weight:
-    """The weight [out, in] in the order in which this machine's `linear` reads it best."""
-    if isinstance(weight, PackedWeight) or (backend := _native(weight.detach())) is None:
+def pack(weight: Weight, quantize: bool = False) -> Weight:
+    """The weight [out, in] in the order in which this machine's `linear` reads it best; in int8
+    with `quantize`, where `quantizes` says that it can be. One that is packed stays as it is."""
+    if isinstance(weight, PackedWeight) or (backend := _packing(weight, quantize)) is None:
         return weight
-    return backend.pack(weight)
+    return backend.pack(weight, quantize)
 
 
-def pack_layer(weights: LayerWeights, sizes: LayerSizes) -> LayerWeights:
+def pack_layer(weights: LayerWeights, sizes: LayerSizes, quantize: bool = False) -> LayerWeights:
     """All weights of a layer packed, and the layer in one call where that is possible."""
     packed = replace(
         weights,
-        qkv=pack(weights.qkv),
-        o=pack(weights.o),
-        gate_up=_pack_gated(weights.gate_up),
-        down=pack(weights.down),
+        qkv=pack(weights.qkv, quantize),
+        o=pack(weights.o, quantize),
+        gate_up=_pack_gated(weights.gate_up, quantize),
+        down=pack(weights.down, quantize),
     )
     if not isinstance(packed.qkv, PackedWeight) or sizes.head_dim % 2:
         return packed
-    return replace(packed, plan=plan_layer(packed, sizes, TYPES[packed.qkv.dtype]))
+    return replace(packed, plan=plan_layer(packed, sizes, TYPES[packed.post_norm.dtype]))
 
 
-def _pack_gated(weight: Weight) -> Weight:
-    if isinstance(weight, PackedWeight) or (backend := _native(weight.detach())) is None:
+def _pack_gated(weight: Weight, quantize: bool) -> Weight:
+    if isinstance(weight, PackedWeight) or (backend := _packing(weight, quantize)) is None:
         return weight
-    return backend.pack_gated(weight)
+    return backend.pack_gated(weight, quantize)
+
+
+def _packing(weight: Tensor, quantize: bool) -> CpuBackend | None:
+    if quantize and not quantizes(weight.dtype, weight.device):
+        raise ValueError(f"no int8 for {weight.dtype} on {weight.device}: {describe()}")
+    return _native(weight.detach())
+
+
+def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this type can be packed in int8: by the native library alone."""
+    backend = _backend.get()
+    return isinstance(backend, CpuBackend) and device.type == "cpu" and dtype in TYPES
 
 
 def linear(
@@ -168,7 +182,7 @@ def linear(
             return backend.linear(x, weight, bias, residual, wide)
     elif backend is not None and not isinstance(backend, CpuBackend) and not weight.requires_grad:
         return backend.linear(x, weight, bias, residual, wide)
-    return reference.linear(x, dense(weight), bias, residual, wide)
+    return reference.linear(x, dense(weight).to(x.dtype), bias, residual, wide)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from coppice import __version__
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target, target_hash
-from coppice.models.placement import choose_device, choose_dtype, dtype_name
+from coppice.models.placement import choose_device, choose_dtype, choose_quantization, dtype_name
 from coppice.settings import Settings
 from coppice.tokenizer import Tokenizer
 from coppice.tree import MAX_ROWS, DraftTree
@@ -48,7 +48,8 @@ class VerifierService:
         path = resolve_model(settings.model.path, settings.cache_dir)
         device = choose_device(settings.model.device)
         dtype = choose_dtype(settings.model.dtype, device)
-        model = load_target(path, dtype, device, settings.model.max_context)
+        quantize = choose_quantization(settings.model.quantization, dtype, device)
+        model = load_target(path, dtype, device, settings.model.max_context, quantize)
         self.metrics = VerifierMetrics(name)
         self.engine = Engine(Runner(model, settings.verifier.kv_slots), settings, self.metrics)
         self.info = common_pb2.ModelInfo(
@@ -60,7 +61,7 @@ class VerifierService:
             max_context=min(model.config.max_context, settings.verifier.kv_slots - MAX_ROWS),
             dtype=dtype_name(dtype),
             eos_token_ids=model.config.eos_token_ids,
-            numerics_fingerprint=fingerprint(dtype, device),
+            numerics_fingerprint=fingerprint(dtype, device, quantize),
             max_rows=MAX_ROWS,
             kv_slots=settings.verifier.kv_slots,
             version=__version__,
@@ -138,10 +139,11 @@ def _warm_up(engine: Engine) -> None:
         rows *= 2
 
 
-def fingerprint(dtype: torch.dtype, device: torch.device) -> str:
-    """What decides the bits of a result: kernels, instruction set or GPU, dtype, ranks."""
+def fingerprint(dtype: torch.dtype, device: torch.device, quantize: bool = False) -> str:
+    """What decides the bits of a result: kernels, instruction set or GPU, dtypes, ranks."""
     if device.type == "cuda":
         chip = torch.cuda.get_device_name(device)
     else:
         chip = f"{ops.describe()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"torch-{torch.__version__}/{device.type}/{chip}/{dtype_name(dtype)}/tp1"
+    weights = dtype_name(dtype) + ("-int8" if quantize else "")
+    return f"torch-{torch.__version__}/{device.type}/{chip}/{weights}/tp1"

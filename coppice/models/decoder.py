@@ -113,12 +113,20 @@ def decoder_layers(
 class Decoder:
     """The target model: weights and the forward pass over a batch of rows."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, rotary: RotaryTable) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        rotary: RotaryTable,
+        quantize: bool = False,
+    ) -> None:
+        """`quantize` packs what is not packed yet in int8, the embedding table excepted."""
         self.config = config
-        layers = tuple(ops.pack_layer(layer, layer_sizes(config)) for layer in weights.layers)
+        sizes = layer_sizes(config)
+        layers = tuple(ops.pack_layer(layer, sizes, quantize) for layer in weights.layers)
         self.weights = replace(weights, layers=layers)
         # Apart from `weights`, where a tied head is the embedding itself.
-        self.lm_head = ops.pack(weights.lm_head)
+        self.lm_head = ops.pack(weights.lm_head, quantize)
         self.rotary = rotary
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device

@@ -24,9 +24,14 @@ Read = Callable[[str, Sequence[int]], Tensor]
 
 
 def load_target(
-    path: Path, dtype: torch.dtype, device: torch.device, max_context: int | None = None
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_context: int | None = None,
+    quantize: bool = False,
 ) -> Decoder:
-    """The decoder in the checkpoint directory `path`, its weights in `dtype` on `device`.
+    """The decoder in the checkpoint directory `path`, its weights in `dtype` on `device`, those of
+    its matrix products in int8 with `quantize`.
 
     Raises StartError (one line) when something is missing, broken or not supported.
     """
@@ -41,13 +46,13 @@ def load_target(
     embedding = read("model.embed_tokens.weight", vocabulary)
     weights = DecoderWeights(
         embedding=embedding,
-        layers=tuple(_layer(read, config, layer) for layer in range(config.layers)),
+        layers=tuple(_layer(read, config, layer, quantize) for layer in range(config.layers)),
         norm=read("model.norm.weight", (config.hidden_size,)),
         lm_head=embedding
         if config.tied_embeddings
-        else ops.pack(read("lm_head.weight", vocabulary)),
+        else ops.pack(read("lm_head.weight", vocabulary), quantize),
     )
-    return Decoder(config, weights, rotary_table(config, device))
+    return Decoder(config, weights, rotary_table(config, device), quantize)
 
 
 def read_config(path: Path, max_context: int | None = None) -> DecoderConfig:
@@ -88,7 +93,7 @@ def _hash_tensor(update: Callable[[bytes], None], path: Path, name: str) -> None
             update(file.read(min(SAMPLE_BYTES, end - offset)))
 
 
-def _layer(read: Read, config: DecoderConfig, layer: int) -> LayerWeights:
+def _layer(read: Read, config: DecoderConfig, layer: int, quantize: bool = False) -> LayerWeights:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.heads * dim, config.kv_heads * dim
     prefix = f"model.layers.{layer}"
@@ -120,7 +125,7 @@ def _layer(read: Read, config: DecoderConfig, layer: int) -> LayerWeights:
         down_bias=bias(config.mlp_bias, ("mlp.down_proj", hidden)),
     )
     # Here, so that no more than one layer is ever there twice.
-    return ops.pack_layer(weights, layer_sizes(config))
+    return ops.pack_layer(weights, layer_sizes(config), quantize)
 
 
 def _refuse_unknown_tensors(checkpoint: Checkpoint, config: DecoderConfig, path: Path) -> None:

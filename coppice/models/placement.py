@@ -32,3 +32,16 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         exact = device.type != "cpu" or bool(ops.native_backends())
         return torch.bfloat16 if exact else torch.float32
     return _DTYPES[name]
+
+
+def choose_quantization(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the weights are to be int8. Raises StartError where they cannot be."""
+    if name == "none":
+        return False
+    if not ops.quantizes(dtype, device):
+        kernels = f" ({ops.describe()})" if device.type == "cpu" else ""
+        raise StartError(
+            f"model.quantization = {name}: needs bfloat16 or float32 on a CPU with the native "
+            f"kernels, this is {dtype_name(dtype)} on {device.type}{kernels}"
+        )
+    return True

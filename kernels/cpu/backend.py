@@ -5,19 +5,16 @@ Same meaning as kernels.reference, and row-invariant: the bits of a row depend o
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch, KVCache
-from kernels.cpu.library import InstructionSet, Library
-from kernels.cpu.memory import Arena
+from kernels.cpu.library import TYPES, InstructionSet, Library
+from kernels.cpu.packing import pack, pack_gated
 from kernels.layer import LayerPlan
-from kernels.packed import OUTPUTS_OF_BLOCK, PackedWeight
-
-TYPES = {torch.bfloat16: 0, torch.float32: 1}
-_weights = Arena()
+from kernels.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,25 +29,11 @@ class CpuBackend:
     def set_threads(self, count: int) -> None:
         self.library.functions.coppice_set_threads(count)
 
-    def pack(self, weight: Tensor) -> PackedWeight:
-        outputs, inputs = weight.shape
-        unit = 2 if weight.dtype == torch.bfloat16 else 1
-        shape = (-(-outputs // OUTPUTS_OF_BLOCK), -(-inputs // unit), OUTPUTS_OF_BLOCK, unit)
-        panels = _weights.zeros(shape, weight.dtype)
-        weight = weight.detach().contiguous()
-        self.library.functions.coppice_pack(
-            TYPES[weight.dtype], weight.data_ptr(), outputs, inputs, panels.data_ptr()
-        )
-        return PackedWeight(panels, outputs, inputs)
+    def pack(self, weight: Tensor, quantize: bool = False) -> PackedWeight:
+        return pack(self.library, weight, quantize)
 
-    def pack_gated(self, weight: Tensor) -> PackedWeight:
-        """Gates and ups [2 * inner, in] for `gated_linear`, or as `pack` does where inner is not a
-        multiple of half a block."""
-        half = OUTPUTS_OF_BLOCK // 2
-        if weight.shape[0] % OUTPUTS_OF_BLOCK:
-            return self.pack(weight)
-        turns = weight.view(2, -1, half, weight.shape[1]).transpose(0, 1).reshape(weight.shape)
-        return replace(self.pack(turns), gated=True)
+    def pack_gated(self, weight: Tensor, quantize: bool = False) -> PackedWeight:
+        return pack_gated(self.library, weight, quantize)
 
     def linear(
         self,
@@ -77,7 +60,7 @@ class CpuBackend:
         wide: bool,
     ) -> Tensor:
         rows = x.shape[0]
-        _expect(x.dtype == weight.dtype and x.shape == (rows, weight.inputs), "x", x)
+        _expect(weight.takes(x.dtype) and x.shape == (rows, weight.inputs), "x", x)
         x = x.contiguous()
         shape = (rows, weight.outputs // 2 if weight.gated else weight.outputs)
         out = torch.empty(shape, dtype=torch.float32 if wide else x.dtype)  # [rows, outputs]
@@ -92,6 +75,7 @@ class CpuBackend:
             weight.panels.data_ptr(),
             weight.outputs,
             weight.inputs,
+            None if weight.scales is None else weight.scales.data_ptr(),
             x.data_ptr(),
             rows,
             None if bias is None else bias.data_ptr(),

@@ -13,7 +13,13 @@ _ADDRESS, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 class Projection(ctypes.Structure):
     """`Projection` of src/layer.hpp."""
 
-    _fields_ = (("panels", _ADDRESS), ("n", _SIZE), ("k", _SIZE), ("bias", _ADDRESS))
+    _fields_ = (
+        ("panels", _ADDRESS),
+        ("n", _SIZE),
+        ("k", _SIZE),
+        ("bias", _ADDRESS),
+        ("scales", _ADDRESS),
+    )
 
 
 class Table(ctypes.Structure):
@@ -74,7 +80,13 @@ def plan_layer(weights: LayerWeights, sizes: LayerSizes, element: int) -> LayerP
 def _projection(weight: Weight, bias: Tensor | None) -> Projection | None:
     if not isinstance(weight, PackedWeight):
         return None
-    return Projection(weight.panels.data_ptr(), weight.outputs, weight.inputs, _address(bias))
+    return Projection(
+        weight.panels.data_ptr(),
+        weight.outputs,
+        weight.inputs,
+        _address(bias),
+        _address(weight.scales),
+    )
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -82,6 +94,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _check(weights: LayerWeights, sizes: LayerSizes) -> None:
+    dtype = weights.post_norm.dtype
     hidden, d, q_size = len(weights.post_norm), sizes.head_dim, sizes.heads * sizes.head_dim
     qkv_size, inner = q_size + 2 * sizes.kv_heads * d, weights.down.shape[1]
     expected = (
@@ -101,8 +114,9 @@ def _check(weights: LayerWeights, sizes: LayerSizes) -> None:
     for name, part, shape in expected:
         if part is None:
             continue
-        if tuple(part.shape) != shape or part.dtype != weights.qkv.dtype:
+        fits = part.takes(dtype) if isinstance(part, PackedWeight) else part.dtype == dtype
+        if tuple(part.shape) != shape or not fits:
             given = f"{list(part.shape)} of {part.dtype}"
-            raise ValueError(f"{name} is {given}, expected {list(shape)} of {weights.qkv.dtype}")
+            raise ValueError(f"{name} is {given}, expected {list(shape)} of {dtype}")
         if isinstance(part, Tensor) and not part.is_contiguous():
             raise ValueError(f"{name} is not contiguous")

@@ -5,14 +5,18 @@ import importlib.util
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
+TYPES = {torch.bfloat16: 0, torch.float32: 1}  # of `type`
 _ADDRESS, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # Of src/library.cpp, in its order; `kernels`, `type` and what the names say.
 _SIGNATURES = {
     "coppice_set_threads": [ctypes.c_int],
     "coppice_pack": [_SIZE, _ADDRESS, _SIZE, _SIZE, _ADDRESS],
+    "coppice_quantize": [_SIZE, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS],
     "coppice_linear": [
-        _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE,
-        _SIZE, _ADDRESS,
+        _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _ADDRESS,
+        _SIZE, _SIZE, _ADDRESS,
     ],
     "coppice_rms_norm": [_ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _REAL, _ADDRESS],
     "coppice_rope": [

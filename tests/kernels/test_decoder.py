@@ -18,7 +18,9 @@ VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 61, 72, 96, 6, 2, 24
 CHUNKS = (1, 7, 64, 100)
 
 
-def tiny(dtype: torch.dtype, biased: bool = True, qk_norm: bool = True) -> Decoder:
+def tiny(
+    dtype: torch.dtype, biased: bool = True, qk_norm: bool = True, quantize: bool = False
+) -> Decoder:
     def random(*shape: int) -> Tensor:
         return (torch.randn(shape) * 2 * shape[-1] ** -0.5).to(dtype)
 
@@ -42,7 +44,7 @@ def tiny(dtype: torch.dtype, biased: bool = True, qk_norm: bool = True) -> Decod
     rotary = RotaryTable(1000.0 ** (-torch.arange(0, DIM, 2) / DIM), 1.0)
     embedding, norm = torch.randn(VOCAB, HIDDEN).to(dtype), torch.rand(HIDDEN).to(dtype)
     weights = DecoderWeights(embedding, layers, norm, random(VOCAB, HIDDEN))
-    return Decoder(config, weights, rotary)
+    return Decoder(config, weights, rotary, quantize)
 
 
 def in_chunks(model: Decoder, tokens: Tensor, chunk: int) -> tuple[KVCache, Tensor, Tensor]:
@@ -60,11 +62,12 @@ def in_chunks(model: Decoder, tokens: Tensor, chunk: int) -> tuple[KVCache, Tens
     return by_position, torch.cat(features), torch.cat([model.logits(f) for f in features])
 
 
+@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_prefill_of_decoded_tokens_is_bit_equal(
-    chosen: CpuBackend, dtype: torch.dtype, biased: bool
+    chosen: CpuBackend, dtype: torch.dtype, biased: bool, quantize: bool
 ) -> None:
-    model, tokens = tiny(dtype, biased, qk_norm=biased), torch.randint(0, VOCAB, (100,))
+    model, tokens = tiny(dtype, biased, biased, quantize), torch.randint(0, VOCAB, (100,))
     with torch.inference_mode():
         kv, features, logits = in_chunks(model, tokens, 1)
         for chunk in CHUNKS:
@@ -75,8 +78,11 @@ def test_a_prefill_of_decoded_tokens_is_bit_equal(
             assert torch.equal(other_logits, logits)
 
 
-def test_a_tree_step_is_bit_equal_to_plain_steps(chosen: CpuBackend, dtype: torch.dtype) -> None:
-    model, tokens = tiny(dtype), torch.randint(0, VOCAB, (70,))
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_tree_step_is_bit_equal_to_plain_steps(
+    chosen: CpuBackend, dtype: torch.dtype, quantize: bool
+) -> None:
+    model, tokens = tiny(dtype, quantize=quantize), torch.randint(0, VOCAB, (70,))
     ways = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
     drafted, slots = torch.randint(0, VOCAB, (6,)), torch.randperm(90)
     context, own = slots[:70], slots[70:76]
@@ -94,11 +100,13 @@ def test_a_tree_step_is_bit_equal_to_plain_steps(chosen: CpuBackend, dtype: torc
             assert torch.equal(logits[70:], model.logits(features)[way])
 
 
+@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_a_layer_in_one_call_is_its_operations(
-    chosen: CpuBackend, dtype: torch.dtype, with_norm: bool
+    chosen: CpuBackend, dtype: torch.dtype, with_norm: bool, quantize: bool
 ) -> None:
-    model = tiny(dtype, biased=with_norm, qk_norm=with_norm)
+    model = tiny(dtype, with_norm, with_norm, quantize)
+    assert model.lm_head.dtype == (torch.int8 if quantize else dtype)
     layers = model.weights.layers
     if not with_norm:
         layers = tuple(replace(layer, input_norm=None) for layer in layers)
@@ -125,8 +133,9 @@ def sizes_of(model: Decoder) -> ops.LayerSizes:
     return ops.LayerSizes(config.heads, config.kv_heads, config.head_dim, config.rms_norm_eps)
 
 
-def test_it_agrees_with_plain_torch(chosen: CpuBackend) -> None:
-    model, tokens = tiny(torch.float32), torch.randint(0, VOCAB, (80,))
+@pytest.mark.parametrize("quantize", [False, True])
+def test_it_agrees_with_plain_torch(chosen: CpuBackend, quantize: bool) -> None:
+    model, tokens = tiny(torch.float32, quantize=quantize), torch.randint(0, VOCAB, (80,))
     with torch.inference_mode():
         _, features, logits = in_chunks(model, tokens, 33)
         with ops.use_backend(None):

@@ -1,22 +1,33 @@
 // What the operations need of an element type, and the functions that all of them use.
 #pragma once
 
-template <class T>
-struct Unit;  // of a reduction: what one `dot` takes of a row
+// Of a reduction over rows of T and a weight of W: what one `dot` takes of a row, and, for each
+// output, of the panels.
+template <class T, class W = T>
+struct Unit;
 template <>
 struct Unit<float> {
   using type = float;
+  using panel = float;
   static constexpr int64_t size = 1;
 };
 template <>
 struct Unit<bf16> {
   using type = uint32_t;
+  using panel = uint32_t;
   static constexpr int64_t size = 2;
 };
-
-// What a unit is kept in while it is multiplied with many others.
 template <class T>
-using Operand = decltype(operand(typename Unit<T>::type()));
+struct Unit<T, int8_t> {  // multiplied in fp32
+  using type = T;
+  using panel = int8_t;
+  static constexpr int64_t size = 1;
+};
+
+inline float operand(bf16 x) { return halves(x.bits).low; }
+// What a unit is kept in while it is multiplied with many others.
+template <class T, class W = T>
+using Operand = decltype(operand(typename Unit<T, W>::type()));
 
 struct Plainly {
   ~Plainly() {}

@@ -6,11 +6,12 @@ namespace coppice {
 
 enum class Type : int64_t { kBf16 = 0, kF32 = 1 };
 
-// A weight [n, k] in panels: [n / 32][k / 2][32][2] of bf16 or [n / 32][k][32] of fp32, padded with
-// zeros, so that one block of 32 outputs is one stream of memory.
+// A weight [n, k] in panels: [n / 32][k / 2][32][2] of bf16 or [n / 32][k][32] of fp32 or int8,
+// padded with zeros, so that one block of 32 outputs is one stream of memory.
 struct Weight {
   const void* panels;
   int64_t n, k;
+  const float* scales = nullptr;  // [n], of the outputs of int8 panels; null: panels of the rows' type
 };
 
 struct LinearArgs {

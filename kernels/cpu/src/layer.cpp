@@ -53,8 +53,8 @@ class Run {
 
   void linear(const Projection& to, const void* x, const void* residual, void* out,
               bool gated = false) const {
-    kernels_.linear(
-        {type(), {to.panels, to.n, to.k}, x, to.bias, residual, out, pass_.rows, false, gated});
+    kernels_.linear({type(), {to.panels, to.n, to.k, to.scales}, x, to.bias, residual, out,
+                     pass_.rows, false, gated});
   }
 
   const char* gate(const void* x) const {

@@ -8,7 +8,8 @@ namespace coppice {
 struct Projection {
   const void* panels;
   int64_t n, k;
-  const void* bias;  // or null
+  const void* bias;     // or null
+  const float* scales;  // of int8 panels, or null
 };
 
 struct Layer {

@@ -9,6 +9,7 @@
 #include "kernels.hpp"
 #include "layer.hpp"
 #include "pool.hpp"
+#include "quantize.hpp"
 
 #define COPPICE_API extern "C" __attribute__((visibility("default")))
 
@@ -113,10 +114,16 @@ COPPICE_API void coppice_pack(int64_t type, const void* weight, int64_t n, int64
   }
 }
 
+COPPICE_API void coppice_quantize(int64_t type, const void* weight, int64_t n, int64_t k,
+                                  int8_t* panels, float* scales) {
+  quantize(Type(type), weight, n, k, panels, scales);
+}
+
 COPPICE_API void coppice_linear(const Kernels* kernels, int64_t type, const void* panels, int64_t n,
-                                int64_t k, const void* x, int64_t rows, const void* bias,
-                                const void* residual, int64_t wide, int64_t gated, void* out) {
-  kernels->linear({Type(type), {panels, n, k}, x, bias, residual, out, rows, wide, gated});
+                                int64_t k, const float* scales, const void* x, int64_t rows,
+                                const void* bias, const void* residual, int64_t wide,
+                                int64_t gated, void* out) {
+  kernels->linear({Type(type), {panels, n, k, scales}, x, bias, residual, out, rows, wide, gated});
 }
 
 COPPICE_API void coppice_rms_norm(const Kernels* kernels, int64_t type, const void* x,

@@ -4,13 +4,11 @@
 
 constexpr int64_t kBlock = 32;  // outputs of a block: two panels of 16
 
-// One block for R rows: x [units][R], w [units][32] -> acc [R][32]. `ahead` is fetched meanwhile,
-// `lines` cache lines per unit.
 // Brings weights near while others are multiplied: the processor's own prefetchers fall behind a
 // stream whose lines are worked on for long.
 struct Fetch {
   const char* far;  // into the second-level cache
-  int lines;        // of it for each unit: 0, 1 or 2
+  int lines;        // of it for each two lines of weights: 0, 1 or 2
 
   inline void next(const void* w) {
     constexpr int64_t kNear = 2048;
@@ -21,13 +19,13 @@ struct Fetch {
 };
 
 // One block for R rows: x [units][R], w [units][32] -> out [R][32].
-template <class T, int R>
-inline void block(const typename Unit<T>::type* w, const Operand<T>* x, int64_t units,
-                  Fetch fetch, float* out) {
+template <class U, class X, int R>
+inline void block(const U* w, const X* x, int64_t units, Fetch fetch, float* out) {
+  constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));  // units in two lines
   V acc[R][2];
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
   for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
-    fetch.next(w);
+    if (u % kEvery == 0) fetch.next(w);
     const auto w0 = load_weights(w), w1 = load_weights(w + 16);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -42,12 +40,12 @@ inline void block(const typename Unit<T>::type* w, const Operand<T>* x, int64_t 
   }
 }
 
-template <class T>
-using Block = void (*)(const typename Unit<T>::type*, const Operand<T>*, int64_t, Fetch, float*);
+template <class U, class X>
+using Block = void (*)(const U*, const X*, int64_t, Fetch, float*);
 
-template <class T, int... R>
-inline Block<T> block_of(int rows, std::integer_sequence<int, R...>) {
-  static constexpr Block<T> table[] = {block<T, R + 1>...};
+template <class U, class X, int... R>
+inline Block<U, X> block_of(int rows, std::integer_sequence<int, R...>) {
+  static constexpr Block<U, X> table[] = {block<U, X, R + 1>...};
   return table[rows - 1];
 }
 
@@ -59,23 +57,24 @@ struct Groups {
 };
 
 // Groups of rows side by side, [units][rows of the group], so that a block reads one stream.
-template <class T>
-inline void interleave(const T* x, int64_t k, const Groups& groups, Operand<T>* out) {
-  using U = typename Unit<T>::type;
-  const int64_t whole = k / Unit<T>::size, units = (k + Unit<T>::size - 1) / Unit<T>::size;
+template <class T, class W>
+inline void interleave(const T* x, int64_t k, const Groups& groups, Operand<T, W>* out) {
+  using U = typename Unit<T, W>::type;
+  constexpr int64_t kSize = Unit<T, W>::size;
+  const int64_t whole = k / kSize, units = (k + kSize - 1) / kSize;
   over_rows(groups.count, units * kMostRows, [&](int64_t group) {
     const int64_t first = groups.begin(group), count = groups.begin(group + 1) - first;
     for (int64_t r = 0; r < count; ++r) {
       const T* row = x + (first + r) * k;
-      Operand<T>* to = out + first * units + r;
+      Operand<T, W>* to = out + first * units + r;
       for (int64_t u = 0; u < whole; ++u) {
         U unit;
-        std::memcpy(&unit, row + u * Unit<T>::size, sizeof unit);
+        std::memcpy(&unit, row + u * kSize, sizeof unit);
         to[u * count] = operand(unit);
       }
       if (whole < units) {
-        U last = 0;
-        std::memcpy(&last, row + whole * Unit<T>::size, sizeof(T));
+        U last{};
+        std::memcpy(&last, row + whole * kSize, sizeof(T));
         to[whole * count] = operand(last);
       }
     }
@@ -89,6 +88,7 @@ inline void finish(const LinearArgs& args, const float* acc, int64_t row, int64_
   const int64_t at = row * args.weight.n + output;
   vectors(std::min(kBlock, args.weight.n - output), [&](int64_t i, int64_t n) {
     V value = load(acc + i);
+    if (args.weight.scales) value = value * load_some(args.weight.scales + output + i, n);
     if (bias) value = value + load_some(bias + output + i, n);
     if (residual) value = rounded(value, static_cast<const T*>(nullptr)) +
                           load_some(residual + at + i, n);
@@ -102,6 +102,10 @@ inline void finish_gated(const LinearArgs& args, const float* acc, int64_t row, 
   const auto* bias = static_cast<const T*>(args.bias);
   const T* type = nullptr;
   V gate = load(acc), up = load(acc + 16);
+  if (const float* scales = args.weight.scales) {
+    gate = gate * load(scales + output);
+    up = up * load(scales + output + 16);
+  }
   if (bias) {
     gate = gate + load(bias + output / 2);
     up = up + load(bias + (args.weight.n + output) / 2);
@@ -110,15 +114,17 @@ inline void finish_gated(const LinearArgs& args, const float* acc, int64_t row, 
   store(out, silu(rounded(gate, type), type) * rounded(up, type));
 }
 
-template <class T, class O>
+// Rows of T, a weight of W, a result of O.
+template <class T, class W, class O>
 inline void linear_as(const LinearArgs& args) {
-  using U = typename Unit<T>::type;
-  const int64_t k = args.weight.k, units = (k + Unit<T>::size - 1) / Unit<T>::size;
+  using U = typename Unit<T, W>::panel;
+  using X = Operand<T, W>;
+  const int64_t k = args.weight.k, units = (k + Unit<T, W>::size - 1) / Unit<T, W>::size;
   const Groups groups(args.rows);
-  auto& scratch = kept<std::vector<Operand<T>>>();
+  auto& scratch = kept<std::vector<X>>();
   if (scratch.size() < size_t(args.rows * units)) scratch.resize(args.rows * units);
-  interleave(static_cast<const T*>(args.x), k, groups, scratch.data());
-  const Operand<T>* x = scratch.data();
+  interleave<T, W>(static_cast<const T*>(args.x), k, groups, scratch.data());
+  const X* x = scratch.data();
   const U* weight = static_cast<const U*>(args.weight.panels);
   const int64_t blocks = (args.weight.n + kBlock - 1) / kBlock;
   // One group: far ahead in the stream. Several: the next block, while this one is reused.
@@ -132,8 +138,8 @@ inline void linear_as(const LinearArgs& args) {
     [[maybe_unused]] const Mode<T> mode;
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t first = groups.begin(group), rows = groups.begin(group + 1) - first;
-      const auto run = block_of<T>(int(rows), std::make_integer_sequence<int, kMostRows>());
-      const Fetch fetch{next + group * units * 64, once ? 2 : group < 2 ? 1 : 0};
+      const auto run = block_of<U, X>(int(rows), std::make_integer_sequence<int, kMostRows>());
+      const Fetch fetch{next + group * size / 2, once ? 2 : group < 2 ? 1 : 0};
       run(w, x + first * units, units, fetch, acc);
       for (int64_t r = 0; r < rows; ++r) {
         if (args.gated) {
@@ -146,8 +152,13 @@ inline void linear_as(const LinearArgs& args) {
   });
 }
 
+template <class T, class O>
+inline void linear_to(const LinearArgs& args) {
+  args.weight.scales ? linear_as<T, int8_t, O>(args) : linear_as<T, T, O>(args);
+}
+
 inline void linear(const LinearArgs& args) {
-  if (args.type == Type::kF32) return linear_as<float, float>(args);
-  if (args.wide) return linear_as<bf16, float>(args);
-  return linear_as<bf16, bf16>(args);
+  if (args.type == Type::kF32) return linear_to<float, float>(args);
+  if (args.wide) return linear_to<bf16, float>(args);
+  return linear_to<bf16, bf16>(args);
 }

@@ -20,6 +20,10 @@ inline __m256 widen(__m128i h) {
 inline V load(const bf16* p) {
   return {widen(_mm_loadu_si128((const __m128i*)p)), widen(_mm_loadu_si128((const __m128i*)p + 1))};
 }
+inline __m256 widen_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline V load(const int8_t* p) { return {widen_int8(p), widen_int8(p + 8)}; }
 inline __m256i top_half(__m256 x) {
   const __m256i u = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));

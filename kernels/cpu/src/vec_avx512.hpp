@@ -80,6 +80,9 @@ inline Weights<bf16> load_weights(const uint32_t* p) {
 }
 #endif
 inline Weights<float> load_weights(const float* p) { return {load(p)}; }
+inline Weights<float> load_weights(const int8_t* p) {
+  return {{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}};
+}
 inline float operand(float x) { return x; }
 inline V broadcast(float x) { return set1(x); }
 inline V dot(V acc, const Weights<float>& w, V x) { return fma(w.w, x, acc); }

@@ -50,6 +50,7 @@ struct Weights<bf16> {
   Two w;
 };
 inline Weights<float> load_weights(const float* p) { return {load(p)}; }
+inline Weights<float> load_weights(const int8_t* p) { return {load(p)}; }
 inline Weights<bf16> load_weights(const uint32_t* p) { return {split(p)}; }
 inline float operand(float x) { return x; }
 inline Halves operand(uint32_t pair) { return halves(pair); }

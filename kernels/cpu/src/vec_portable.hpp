@@ -31,6 +31,9 @@ inline void store(float* p, V a) { std::memcpy(p, a.v, sizeof a.v); }
 inline V load(const bf16* p) {
   return each([=](int i) { return as_float(uint32_t(p[i].bits) << 16); });
 }
+inline V load(const int8_t* p) {
+  return each([=](int i) { return float(p[i]); });
+}
 inline void store(bf16* p, V a) {
   for (int i = 0; i < 16; ++i) {
     uint32_t u;

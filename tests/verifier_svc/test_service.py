@@ -1,0 +1,18 @@
+"""What a verifier says about itself."""
+
+import torch
+
+from verifier_svc.service import fingerprint
+
+CPU = torch.device("cpu")
+
+
+def test_what_decides_the_bits_is_in_the_fingerprint() -> None:
+    plain, int8, fp32 = (
+        fingerprint(torch.bfloat16, CPU),
+        fingerprint(torch.bfloat16, CPU, quantize=True),
+        fingerprint(torch.float32, CPU, quantize=True),
+    )
+    assert len({plain, int8, fp32}) == 3
+    assert "/bfloat16/" in plain
+    assert "/bfloat16-int8/" in int8
