@@ -45,6 +45,7 @@ def test_every_flag_fills_its_setting() -> None:
         "model.path": "p",
         "model.served_name": "s",
         "model.dtype": "float16",
+        "model.quantization": "int8",
         "model.device": "cuda:1",
         "speculation.drafter": "ngram",
         "speculation.budget": "fixed",
