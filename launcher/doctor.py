@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from coppice.errors import StartError
-from coppice.settings import GatewaySettings, Settings
+from coppice.settings import GatewaySettings, ModelSettings, Settings
 from launcher.checkpoints import model_and_head
 from launcher.findings import Finding
 from launcher.ports import door_ports, port_fault
@@ -35,6 +35,7 @@ def examine(settings: Settings) -> list[Finding]:
         *machine,
         *(package(name) for name in PACKAGES),
         *backends(settings.model.device),
+        numerics(settings.model),
         asyncio.run(redis(settings.redis.url)),
         ray(settings.ray.address),
         *model_and_head(settings),
@@ -89,7 +90,10 @@ def backends(device: str) -> list[Finding]:
 
     from kernels import ops
 
-    kernels = Finding("kernels", "ok", f"{ops.describe()} (cpu), torch (cuda)")
+    found = f"{ops.describe()} (cpu)"
+    if torch.cuda.is_available():
+        found += f", {ops.describe(torch.device('cuda'))} (cuda)"
+    kernels = Finding("kernels", "ok", found)
     if not ops.native_backends():
         mend = "install a C++ compiler (g++) and reinstall coppice: exact in bf16, and faster"
         kernels = Finding("kernels", "note", "plain torch", mend)
@@ -104,6 +108,24 @@ def backends(device: str) -> list[Finding]:
         mend = "install a CUDA build of torch"
         return [Finding("gpu", "note", f"out of reach of torch {torch.__version__}", mend), kernels]
     return [Finding("gpu", "ok", "none, the CPU serves"), kernels]
+
+
+def numerics(model: ModelSettings) -> Finding:
+    """The numerics fingerprint: answers are equal bit for bit where this is equal."""
+    from coppice.models.placement import (
+        choose_device,
+        choose_dtype,
+        choose_quantization,
+        fingerprint,
+    )
+
+    try:
+        device = choose_device(model.device)
+        dtype = choose_dtype(model.dtype, device)
+        quantize = choose_quantization(model.quantization, dtype, device)
+    except StartError as error:
+        return Finding("numerics", "missing", str(error), "choose other settings of the model")
+    return Finding("numerics", "ok", fingerprint(dtype, device, quantize))
 
 
 async def redis(url: str | None) -> Finding:

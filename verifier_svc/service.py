@@ -8,14 +8,19 @@ import time
 from collections.abc import Callable
 
 import grpc
-import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coppice import __version__
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target, target_hash
-from coppice.models.placement import choose_device, choose_dtype, choose_quantization, dtype_name
+from coppice.models.placement import (
+    choose_device,
+    choose_dtype,
+    choose_quantization,
+    dtype_name,
+    fingerprint,
+)
 from coppice.settings import Settings
 from coppice.tokenizer import Tokenizer
 from coppice.tree import MAX_ROWS, DraftTree
@@ -137,13 +142,3 @@ def _warm_up(engine: Engine) -> None:
             seconds.append(time.monotonic() - started)
         engine.budget.observe_step(rows, min(seconds))
         rows *= 2
-
-
-def fingerprint(dtype: torch.dtype, device: torch.device, quantize: bool = False) -> str:
-    """What decides the bits of a result: kernels, instruction set or GPU, dtypes, ranks."""
-    if device.type == "cuda":
-        chip = torch.cuda.get_device_name(device)
-    else:
-        chip = f"{ops.describe()} {torch.backends.cpu.get_cpu_capability()}"
-    weights = dtype_name(dtype) + ("-int8" if quantize else "")
-    return f"torch-{torch.__version__}/{device.type}/{chip}/{weights}/tp1"

@@ -45,3 +45,13 @@ def choose_quantization(name: str, dtype: torch.dtype, device: torch.device) -> 
             f"kernels, this is {dtype_name(dtype)} on {device.type}{kernels}"
         )
     return True
+
+
+def fingerprint(dtype: torch.dtype, device: torch.device, quantize: bool = False) -> str:
+    """What decides the bits of a result: kernels, instruction set or GPU, dtypes, ranks."""
+    if device.type == "cuda":
+        chip = f"{ops.describe(device)} {torch.cuda.get_device_name(device)}"
+    else:
+        chip = f"{ops.describe()} {torch.backends.cpu.get_cpu_capability()}"
+    weights = dtype_name(dtype) + ("-int8" if quantize else "")
+    return f"torch-{torch.__version__}/{device.type}/{chip}/{weights}/tp1"

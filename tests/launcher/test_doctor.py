@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coppice.settings import Settings
+from kernels import ops
 from launcher.checkpoints import model_and_head
 from launcher.cli import app
 from launcher.doctor import cpu_info, ray
@@ -24,6 +25,8 @@ def test_a_sound_machine_lacks_nothing(tmp_path: Path) -> None:
     code, findings = diagnose(tmp_path)
     assert code == 0
     assert {"python", "cpu", "memory", "gpu", "kernels", "torch", "ray", "grpcio"} <= set(findings)
+    assert findings["numerics"]["found"].startswith("torch-")
+    assert ops.describe() in findings["numerics"]["found"]
     assert findings["redis server"]["state"] == "ok"
     assert findings["port"]["state"] == "ok"
 

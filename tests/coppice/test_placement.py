@@ -1,8 +1,8 @@
-"""What a verifier says about itself."""
+"""Where a model runs, and what decides its bits."""
 
 import torch
 
-from verifier_svc.service import fingerprint
+from coppice.models.placement import fingerprint
 
 CPU = torch.device("cpu")
 
