@@ -51,6 +51,7 @@ __all__ = [
     "rotary_angles",
     "run_layers",
     "runs_layers",
+    "sample",
     "set_threads",
     "silu_mul",
     "tree_attention",
@@ -246,6 +247,22 @@ def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if (backend := _native(logits)) is not None and logits.dtype == torch.float32:
         return backend.best(logits, count, log_probabilities=True)
     return reference.best_tokens(logits, count)
+
+
+def sample(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniforms: Tensor,
+) -> Tensor:
+    """Ids [rows] drawn from logits [rows, vocab] (fp32), see reference.sample. A row's id depends
+    on its logits, the parameters and its number of uniforms [rows] alone."""
+    backend = _native(logits) if temperature >= reference.GREEDY_BELOW else None
+    if backend is not None and logits.dtype == torch.float32:
+        return backend.sample(logits, temperature, top_k, top_p, min_p, uniforms)
+    return reference.sample(logits, temperature, top_k, top_p, min_p, uniforms)
 
 
 def runs_layers(layers: Sequence[LayerWeights], hidden: Tensor) -> bool:

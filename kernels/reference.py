@@ -102,3 +102,88 @@ def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     count], best first and of equals the lowest id."""
     values, ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     return ids[:, :count], values[:, :count]
+
+
+# Temperatures below it: the most probable token has all the mass there is (as in vLLM).
+GREEDY_BELOW = 1e-5
+# Sorting whole vocabularies is slow; nearly all nuclei are inside of so many tokens.
+_FEW = 1024
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest of values [n], best first, ties to the lowest id: [count]."""
+    count = min(count, len(values))
+    least = values.topk(count).values[-1]
+    ids = (
+        torch.cat(
+            (
+                (values > least).nonzero().flatten(),
+                (values == least).nonzero().flatten(),
+            )
+        )[:count]
+        .sort()
+        .values
+    )
+    return ids[values[ids].sort(descending=True, stable=True).indices]
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Ids of the smallest set of most probable tokens whose mass reaches `top_p`."""
+    for count in (_FEW, len(probabilities)):
+        ids = largest(probabilities, count)
+        mass = probabilities[ids].cumsum(0)
+        if mass[-1] >= top_p - 1e-12 or len(ids) == len(probabilities):
+            break
+    # Sums of equal masses miss round values of top_p by their rounding.
+    return ids[: int((mass < top_p - 1e-12).sum()) + 1]
+
+
+def _mask(ids: Tensor, like: Tensor) -> Tensor:
+    mask = torch.zeros_like(like)
+    mask[ids] = True
+    return mask
+
+
+def distribution(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """The token ids that are kept of logits [vocab], ascending [kept], and their probabilities in
+    fp64 [kept]. In this order: temperature; min-p, of the largest probability; top-k, where 0 is
+    all; top-p, the smallest set that reaches it of the rest's mass. Ties go to the lowest id."""
+    probabilities = (logits.double() / temperature).softmax(-1)
+    kept = torch.ones_like(probabilities, dtype=torch.bool)
+    if min_p > 0.0:
+        kept &= probabilities >= min_p * probabilities.max()
+    if top_k:
+        kept &= _mask(largest(probabilities * kept, top_k), kept)
+    if top_p < 1.0:
+        remaining = probabilities * kept
+        kept &= _mask(_nucleus(remaining / remaining.sum(), top_p), kept)
+    ids = kept.nonzero().flatten()
+    return ids, probabilities[ids]
+
+
+def sample(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniforms: Tensor,
+) -> Tensor:
+    """Ids [rows] drawn from logits [rows, vocab]: of a row's `distribution` the inverse, over
+    ascending ids, at its number of uniforms [rows] in [0, 1) (fp64)."""
+    best = argmax(logits)
+    if temperature < GREEDY_BELOW:
+        return best
+    out: list[Tensor] = []
+    for row, token, number in zip(logits, best, uniforms, strict=True):
+        # Infinite or no mass at all has no distribution; the best token is then the answer.
+        if not row.max().isfinite():
+            out.append(token)
+            continue
+        ids, mass = distribution(row, temperature, top_k, top_p, min_p)
+        cumulative = mass.cumsum(0)
+        index = torch.searchsorted(cumulative, number * cumulative[-1], right=True)
+        out.append(ids[index.clamp(max=len(ids) - 1)])
+    return torch.stack(out) if out else best

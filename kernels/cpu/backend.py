@@ -235,6 +235,35 @@ class CpuBackend:
         )
         return ids, values
 
+    def sample(
+        self,
+        x: Tensor,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        uniforms: Tensor,
+    ) -> Tensor:
+        rows, n = x.shape
+        _expect(x.dtype == torch.float32 and n > 0, "x", x)
+        fits = uniforms.shape == (rows,) and uniforms.dtype == torch.float64 and uniforms.is_cpu
+        _expect(fits, "uniforms", uniforms)
+        x, uniforms = x.contiguous(), uniforms.contiguous()
+        ids = torch.empty(rows, dtype=torch.int64)
+        self.library.functions.coppice_sample(
+            self.instruction_set.kernels,
+            x.data_ptr(),
+            rows,
+            n,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            uniforms.data_ptr(),
+            ids.data_ptr(),
+        )
+        return ids
+
 
 def _expect(holds: bool, name: str, given: Tensor) -> None:
     """The library trusts its pointers, so shapes and types are checked in front of it."""

@@ -9,6 +9,7 @@ import torch
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}  # of `type`
 _ADDRESS, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_WIDE = ctypes.c_double
 # Of src/library.cpp, in its order; `kernels`, `type` and what the names say.
 _SIGNATURES = {
     "coppice_set_threads": [ctypes.c_int],
@@ -32,6 +33,9 @@ _SIGNATURES = {
         _ADDRESS, _SIZE, _ADDRESS, _ADDRESS, _SIZE,
     ],
     "coppice_best": [_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE],
+    "coppice_sample": [
+        _ADDRESS, _ADDRESS, _SIZE, _SIZE, _WIDE, _SIZE, _WIDE, _WIDE, _ADDRESS, _ADDRESS,
+    ],
     "coppice_angles": [_ADDRESS, _ADDRESS, _SIZE, _SIZE, _REAL, _ADDRESS, _ADDRESS],
 }  # fmt: skip
 

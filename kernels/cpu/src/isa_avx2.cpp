@@ -16,9 +16,10 @@ namespace {
 #include "chunk.hpp"
 #include "attention.hpp"
 #include "best.hpp"
+#include "sample.hpp"
 }  // namespace
 }  // namespace avx2
-const Kernels kAvx2 = {"avx2", avx2::linear, avx2::rms_norm, avx2::rope, avx2::silu_mul, avx2::attention, avx2::best};
+const Kernels kAvx2 = {"avx2", avx2::linear, avx2::rms_norm, avx2::rope, avx2::silu_mul, avx2::attention, avx2::best, avx2::sample};
 }  // namespace coppice
 #if defined(__clang__)
 #pragma clang attribute pop

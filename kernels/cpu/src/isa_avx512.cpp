@@ -17,9 +17,10 @@ namespace {
 #include "chunk.hpp"
 #include "attention.hpp"
 #include "best.hpp"
+#include "sample.hpp"
 }  // namespace
 }  // namespace avx512
-const Kernels kAvx512 = {"avx512", avx512::linear, avx512::rms_norm, avx512::rope, avx512::silu_mul, avx512::attention, avx512::best};
+const Kernels kAvx512 = {"avx512", avx512::linear, avx512::rms_norm, avx512::rope, avx512::silu_mul, avx512::attention, avx512::best, avx512::sample};
 }  // namespace coppice
 #if defined(__clang__)
 #pragma clang attribute pop

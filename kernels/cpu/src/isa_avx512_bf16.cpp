@@ -17,9 +17,10 @@ namespace {
 #include "chunk.hpp"
 #include "attention.hpp"
 #include "best.hpp"
+#include "sample.hpp"
 }  // namespace
 }  // namespace avx512_bf16
-const Kernels kAvx512Bf16 = {"avx512_bf16", avx512_bf16::linear, avx512_bf16::rms_norm, avx512_bf16::rope, avx512_bf16::silu_mul, avx512_bf16::attention, avx512_bf16::best};
+const Kernels kAvx512Bf16 = {"avx512_bf16", avx512_bf16::linear, avx512_bf16::rms_norm, avx512_bf16::rope, avx512_bf16::silu_mul, avx512_bf16::attention, avx512_bf16::best, avx512_bf16::sample};
 }  // namespace coppice
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -10,7 +10,8 @@ namespace {
 #include "chunk.hpp"
 #include "attention.hpp"
 #include "best.hpp"
+#include "sample.hpp"
 }  // namespace
 }  // namespace portable
-const Kernels kPortable = {"portable", portable::linear, portable::rms_norm, portable::rope, portable::silu_mul, portable::attention, portable::best};
+const Kernels kPortable = {"portable", portable::linear, portable::rms_norm, portable::rope, portable::silu_mul, portable::attention, portable::best, portable::sample};
 }  // namespace coppice

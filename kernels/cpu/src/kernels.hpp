@@ -64,6 +64,14 @@ struct BestArgs {
   int64_t log_probabilities;  // values become those of a softmax over the row
 };
 
+struct SampleArgs {
+  const float* x;           // [rows, n]
+  const double* uniforms;   // [rows], in [0, 1)
+  int64_t rows, n, top_k;   // 0 keeps all
+  double temperature, top_p, min_p;
+  int64_t* ids;  // [rows]
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const LinearArgs&);
@@ -72,6 +80,7 @@ struct Kernels {
   void (*silu_mul)(Type, const void* gate_up, void* out, int64_t rows, int64_t d);
   void (*attention)(const AttentionArgs&);
   void (*best)(const BestArgs&);
+  void (*sample)(const SampleArgs&);
 };
 
 #if defined(__x86_64__)

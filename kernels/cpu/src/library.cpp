@@ -168,6 +168,12 @@ COPPICE_API void coppice_best(const Kernels* kernels, const float* x, int64_t ro
   kernels->best({x, rows, n, count, ids, values, log_probabilities});
 }
 
+COPPICE_API void coppice_sample(const Kernels* kernels, const float* x, int64_t rows, int64_t n,
+                                double temperature, int64_t top_k, double top_p, double min_p,
+                                const double* uniforms, int64_t* ids) {
+  kernels->sample({x, uniforms, rows, n, top_k, temperature, top_p, min_p, ids});
+}
+
 // libm for every element alike: vector code beside a scalar tail would make a row's angles depend
 // on its place in the batch.
 COPPICE_API void coppice_angles(const int64_t* positions, const float* frequencies, int64_t rows,
