@@ -26,9 +26,12 @@ def test_plain_decoding_equals_transformers(fp32, references) -> None:
 def test_speculation_equals_transformers(
     fp32, references, nodes: int, depth: int, top_k: int
 ) -> None:
-    prompts = [r.prompt for r in references]
-    answers = fp32.generate(prompts, GREEDY, nodes=nodes, depth=depth, top_k=top_k)
-    assert [a.tokens for a in answers] == [r.answer for r in references]
+    # All 20; a passage of them with the largest trees, which cost minutes.
+    chosen = references if nodes < 63 else references[::3]
+    answers = fp32.generate(
+        [r.prompt for r in chosen], GREEDY, nodes=nodes, depth=depth, top_k=top_k
+    )
+    assert [a.tokens for a in answers] == [r.answer for r in chosen]
     accepted = sum(a.stats.accepted_nodes for a in answers)
     assert accepted > 0.3 * sum(a.stats.speculative_steps for a in answers)
 
