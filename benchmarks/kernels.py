@@ -105,7 +105,7 @@ def step(runner: Runner, rows: int, context: int) -> Callable[[], Tensor]:
     return lambda: ops.argmax(runner.run([work])[0])
 
 
-def steps(runner: Runner, failures: list[str]) -> dict[str, object]:
+def steps(runner: Runner) -> dict[str, object]:
     """Milliseconds of a pass by its rows, and by its context with one row."""
     by_rows: dict[int, list[float]] = {}
     runs = {rows: step(runner, rows, CONTEXT) for rows in ROWS}
@@ -224,7 +224,7 @@ def main(
     with torch.inference_mode():
         read, peak = read_gb_s(), peak_gflop_s()
         ops.set_threads(None)
-        by_step = steps(runner, failures)
+        by_step = steps(runner)
         row1_ms = by_step["step_ms"][1]  # pyright: ignore
         results: dict[str, object] = {
             "machine": machine(),
