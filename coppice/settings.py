@@ -12,6 +12,8 @@ from pydantic_settings import (
 
 from coppice.tree import MAX_ROWS
 
+DrafterKind = Literal["eagle", "medusa", "model", "ngram", "none"]
+
 
 class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,11 +43,17 @@ class ModelSettings(Group):
 class SpeculationSettings(Group):
     """The drafter and the shape of its tree."""
 
-    drafter: Literal["eagle", "ngram", "none"] = Field(
-        default="eagle", description="kind of drafter"
-    )
+    drafter: DrafterKind = Field(default="eagle", description="kind of drafter")
     head: Path | None = Field(
-        default=None, description="directory of an EAGLE head; default: the shipped"
+        default=None, description="directory of EAGLE or Medusa heads; default: the shipped EAGLE"
+    )
+    draft_model: str | None = Field(
+        default=None, description="of drafter = model: name, directory, GGUF file or hub id"
+    )
+    ngram: bool = Field(default=True, description="n-gram candidates beside the drafter's")
+    tree: Literal["dynamic", "static"] = Field(
+        default="dynamic",
+        description="dynamic: follows the scores; static: the published one of EAGLE-1 or Medusa",
     )
     nodes: int = Field(
         default=15, ge=1, le=MAX_ROWS - 1, description="drafted nodes of a tree at most"
@@ -64,6 +72,14 @@ class SpeculationSettings(Group):
             raise ValueError(f"top_k * (depth - 1) must be at most {MAX_ROWS}")
         return self
 
+    @model_validator(mode="after")
+    def drafter_has_what_it_needs(self) -> "SpeculationSettings":
+        if self.drafter == "model" and self.draft_model is None:
+            raise ValueError("drafter = model needs draft_model: a small model of this tokenizer")
+        if self.drafter == "medusa" and self.head is None:
+            raise ValueError("drafter = medusa needs head: the directory of this target's heads")
+        return self
+
 
 class VerifierSettings(Group):
     """The workers that run the target."""
@@ -72,6 +88,9 @@ class VerifierSettings(Group):
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all cores")
     kv_slots: int = Field(default=16384, ge=128, description="tokens that the KV pool holds")
     prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens of one pass at most")
+    prefix_cache: bool = Field(
+        default=True, description="keep what was computed for prompts that begin alike"
+    )
     row_budget: int = Field(default=128, ge=1, description="tree rows of one pass at most")
     max_sessions: int = Field(default=256, ge=1, description="running and waiting sessions at most")
 
@@ -87,13 +106,31 @@ class DrafterSettings(Group):
 class GuardSettings(Group):
     """The concurrency guard: plain decoding above a queue depth."""
 
-    enter: int = Field(default=48, ge=0, description="plain decoding above this queue depth")
-    exit: int = Field(default=36, ge=0, description="speculation again below this queue depth")
+    enter: int | None = Field(
+        default=None,
+        ge=0,
+        description="plain decoding above this queue depth; default: 48 (drafter = model: 24), "
+        "and more where trees are measured to pay",
+    )
+    exit: int | None = Field(
+        default=None,
+        ge=0,
+        description="speculation again below this queue depth; default: three quarters of enter",
+    )
     dwell_seconds: float = Field(default=1.0, ge=0.0, description="least time between two switches")
+
+    def thresholds(self, drafter: DrafterKind) -> tuple[int, int]:
+        """`enter` and `exit` for a kind of drafter. A draft model's own passes grow with the load
+        as the target's do; a head's, and n-grams, hardly count."""
+        default = 24 if drafter == "model" else 48
+        enter = default if self.enter is None else self.enter
+        return enter, enter * 3 // 4 if self.exit is None else self.exit
 
     @model_validator(mode="after")
     def ordered(self) -> "GuardSettings":
-        if self.exit > self.enter:
+        if self.exit is not None and self.enter is None:
+            raise ValueError(f"exit ({self.exit}) needs enter, which it must not be above")
+        if self.exit is not None and self.enter is not None and self.exit > self.enter:
             raise ValueError(f"exit ({self.exit}) must not be above enter ({self.enter})")
         return self
 

@@ -68,6 +68,11 @@ class Stopper:
     def ending_ids(self) -> list[int]:
         return sorted(self._ending)
 
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self._left
+
     def push(self, token: int) -> Finish | None:
         self._left -= 1
         self._min_tokens -= 1

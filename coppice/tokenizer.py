@@ -44,6 +44,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._fast.get_vocab_size(with_added_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, added ones too."""
+        return self._fast.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer itself puts around it;
         text that spells a special token becomes that token."""

@@ -2,19 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from coppice.tree import DraftTree
 
 
-class Features(StrEnum):
-    """What a drafter reads of the target beside its tokens."""
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a drafter reads of the target beside its tokens: hidden vectors, side by side."""
 
-    NONE = "none"
-    FINAL = "final"  # the hidden state after the final norm
+    NONE: ClassVar["Features"]
+    FINAL: ClassVar["Features"]
+
+    final: bool = False  # the one after the final norm
+    layers: tuple[int, ...] = ()  # else the inputs of these layers (EAGLE-3)
+
+    def width(self, hidden_size: int) -> int:
+        """Values of one position."""
+        return hidden_size * (1 if self.final else len(self.layers))
+
+
+Features.NONE = Features()
+Features.FINAL = Features(final=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +33,7 @@ class FeatureRows:
     """The target's features of consecutive positions."""
 
     start: int
-    rows: Tensor  # [positions, hidden]
+    rows: Tensor  # [positions, width]
 
     @property
     def end(self) -> int:
@@ -52,7 +63,7 @@ class Drafter(Protocol):
 
     identity: str
     features: Features
-    hidden_size: int  # of the features that it reads; 0: any
+    hidden_size: int  # of the target whose features it reads; 0: any
     vocab_size: int  # 0: any
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
@@ -63,8 +74,9 @@ class Drafter(Protocol):
         ...
 
     def features_needed(self, session_id: str, tokens: Sequence[int]) -> int:
-        """The first position whose feature the session's next request must bring, in
-        [0, len(tokens) - 1]; at len(tokens) - 1, the root's, none is missing."""
+        """The first position that the session's next request has to run, and whose feature it must
+        bring if any are read, in [0, len(tokens) - 1]; at len(tokens) - 1, the root's, none is
+        missing."""
         ...
 
     def forget(self, session_id: str) -> None:

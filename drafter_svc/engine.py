@@ -194,10 +194,11 @@ class DraftEngine:
         able: list[DraftRequest] = []
         lacking: dict[str, _Lacking] = {}
         behind: dict[str, int] = {}  # the position that each long catch-up starts from
+        reads = self._drafter.features is not Features.NONE
         for request in requests:
             needed = self._drafter.features_needed(request.session_id, request.tokens)
             missing = len(request.tokens) - 1 - needed
-            if missing and not _holds(request, needed):
+            if missing and reads and not _holds(request, needed):
                 lacking[request.session_id] = _Lacking(needed)
             elif missing > CATCH_UP_POSITIONS:
                 behind[request.session_id] = needed

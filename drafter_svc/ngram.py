@@ -17,33 +17,53 @@ OCCURRENCES = 16  # remembered of each n-gram, the latest ones
 
 
 class SuffixIndex:
-    """Where in a text each n-gram (n = 1 to LONGEST_SUFFIX) was followed by what."""
+    """Where in a text each n-gram (n = 1 to LONGEST_SUFFIX) was followed by what, and how often
+    that foretold the next token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.indexed = 0  # tokens whose predecessors are in the index
         self._followers: dict[tuple[int, ...], list[int]] = {}
+        # By the length of the longest suffix that had been seen before:
+        self._tried = [0] * (LONGEST_SUFFIX + 1)
+        self._foretold = [0] * (LONGEST_SUFFIX + 1)
 
     def extend(self, tokens: Sequence[int], limit: int) -> None:
         """Takes `tokens`, which begin with the present ones; at most the first `limit` of them
         are indexed."""
         self.tokens.extend(tokens[len(self.tokens) :])
         for position in range(self.indexed, min(len(self.tokens), limit)):
-            for n in range(1, min(LONGEST_SUFFIX, position) + 1):
-                key = tuple(self.tokens[position - n : position])
-                followers = self._followers.setdefault(key, [])
-                followers.append(position)
-                if len(followers) > OCCURRENCES:
-                    del followers[0]
+            self._index(position)
             self.indexed = position + 1
 
-    def occurrences(self) -> list[int]:
-        """The positions that followed the longest suffix of the text that was seen before."""
+    def occurrences(self) -> tuple[int, list[int]]:
+        """The length of the longest suffix of the text that was seen before, and the positions that
+        followed it."""
         for n in range(min(LONGEST_SUFFIX, len(self.tokens)), 0, -1):
             found = self._followers.get(tuple(self.tokens[-n:]))
             if found:
-                return found
-        return []
+                return n, found
+        return 0, []
+
+    def hit_rate(self, n: int) -> float:
+        """How likely the next token is one that followed before, when the longest suffix seen
+        before has n tokens (or more, if n is above LONGEST_SUFFIX): as often as it was in this
+        text, by Laplace's rule."""
+        n = min(n, LONGEST_SUFFIX)
+        return (self._foretold[n] + 1) / (self._tried[n] + 2)
+
+    def _index(self, position: int) -> None:
+        token, longest = self.tokens[position], True
+        for n in range(min(LONGEST_SUFFIX, position), 0, -1):
+            key = tuple(self.tokens[position - n : position])
+            followers = self._followers.setdefault(key, [])
+            if followers and longest:
+                longest = False
+                self._tried[n] += 1
+                self._foretold[n] += any(self.tokens[before] == token for before in followers)
+            followers.append(position)
+            if len(followers) > OCCURRENCES:
+                del followers[0]
 
 
 class NgramDrafter:
@@ -86,30 +106,38 @@ class NgramDrafter:
         while self.indexed > self._capacity:
             self._indices.popitem(last=False)
         nodes = min(request.budget, MAX_ROWS - 1)
-        return _merged(index.tokens, index.occurrences(), nodes, min(self._depth, nodes))
+        n, starts = index.occurrences()
+        # A path that is followed lengthens the suffix.
+        rates = [index.hit_rate(n + level) for level in range(min(self._depth, nodes))]
+        return _merged(index.tokens, starts, rates, nodes)
 
 
-def _merged(tokens: Sequence[int], starts: Sequence[int], nodes: int, depth: int) -> DraftTree:
-    """The continuations of `depth` tokens from each of `starts`, one path each where they differ.
+def _merged(
+    tokens: Sequence[int], starts: Sequence[int], rates: Sequence[float], nodes: int
+) -> DraftTree:
+    """The continuations from each of `starts`, one path each where they differ. `rates` are the
+    hit rates of as many levels as the tree is to have.
 
-    Of a node that c continuations pass, a child that d of them take scores log(d / (c + 1)): the
-    relative frequency, with one more occurrence for whatever has not been seen (escape method A
-    of Cleary and Witten 1984).
+    Of a node that c continuations pass, a child that d of them take scores log(d / c * hit rate):
+    the relative frequency, and the rest for whatever has not been seen (the escape of Cleary and
+    Witten 1984, at the frequency that it has in this text).
     """
     children: dict[tuple[int, int], int] = {}
     passing: list[int] = []
+    hit: list[float] = []
     for start in starts:
         node = ROOT
-        for token in tokens[start : start + depth]:
+        for token, rate in zip(tokens[start : start + len(rates)], rates, strict=False):
             child = children.setdefault((node, token), len(passing))
             if child == len(passing):
                 passing.append(0)
+                hit.append(rate)
             passing[child] += 1
             node = child
     scores: list[float] = []
     for (parent, _), child in children.items():
         through = len(starts) if parent == ROOT else passing[parent]
         above = 0.0 if parent == ROOT else scores[parent]
-        scores.append(above + math.log(passing[child] / (through + 1)))
+        scores.append(above + math.log(passing[child] / through * hit[child]))
     drafted = [token for _, token in children]
     return best_tree(drafted, [parent for parent, _ in children], scores, nodes)

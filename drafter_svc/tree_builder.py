@@ -1,20 +1,23 @@
-"""The policy of the dynamic draft tree, without a model (EAGLE-2, arXiv 2406.16858).
+"""How draft trees grow, without a model; and the dynamic policy (EAGLE-2, arXiv 2406.16858).
 
 A tree grows level by level. All candidates are remembered in the order in which they came up, so a
 parent is always before its children, and ranking is stable: among equal scores the earlier wins.
 Hence the N best are connected, and listed best first they are listed parent first.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from coppice.tree import DraftTree
+from coppice.tree import MAX_ROWS, DraftTree
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 ROOT = -1  # in place of a candidate's index
 
@@ -38,7 +41,7 @@ def _ranking(scores: Floats) -> Ints:
 
 
 def forwarded_at_most(nodes: int, top_k: int, depth: int) -> int:
-    """How many nodes of a tree are ever in a frontier; see `GrowingTree.extend`."""
+    """How many nodes of a tree are ever in a frontier; see `CandidateTree._hopeful`."""
     return min(top_k, nodes - 1) * (min(depth, nodes) - 1) if nodes > 0 else 0
 
 
@@ -55,14 +58,12 @@ class Frontier:
         return len(self.tokens)
 
 
-class GrowingTree:
+class CandidateTree(ABC):
     """One session's tree while it is grown. The root is the first frontier."""
 
-    def __init__(self, nodes: int, top_k: int, depth: int) -> None:
-        """At most `nodes` nodes in `depth` levels, `top_k` nodes in a frontier."""
+    def __init__(self, nodes: int) -> None:
+        """`nodes`: of the finished tree at most."""
         self._nodes = nodes
-        self._top_k = top_k
-        self._depth = depth
         self._level = 0
         self._forwarded = 0
         self._frontier_scores: Floats = np.zeros(1, np.float32)
@@ -72,26 +73,37 @@ class GrowingTree:
         self._parents: Ints = np.empty(0, np.int64)
         self._scores: Floats = np.empty(0, np.float32)
 
+    @abstractmethod
     def extend(self, tokens: Ints, log_probs: Floats) -> Frontier:
-        """Takes the best children of every frontier node, tokens and log-probabilities [frontier,
-        children], and returns the next frontier; an empty one ends the tree.
+        """Takes the best children of every frontier node, likeliest first, tokens and
+        log-probabilities [frontier, children], and returns the next frontier; an empty one ends
+        the tree."""
 
-        A candidate that is not among the N - 1 best so far leaves no room for a child, now or
-        later, so it is not forwarded: the tree is the same, and small ones end early.
-        """
-        first = len(self._tokens)
+    def finished(self) -> DraftTree:
+        """The N best of all candidates, parent first."""
+        return best_tree(
+            self._tokens.tolist(), self._parents.tolist(), self._scores.tolist(), self._nodes
+        )
+
+    def _remember(self, tokens: Ints, log_probs: Floats, wanted: Bools) -> tuple[Ints, Ints]:
+        """Makes candidates of the `wanted` children; their rows and columns [candidates]."""
         # A predicted NaN or infinity proposes nothing. Clamped, since rounding can lift a
         # log-probability above 0 and with it a child above its parent.
-        row, column = np.nonzero(np.isfinite(log_probs))
+        row, column = np.nonzero(wanted & np.isfinite(log_probs))
         scores = self._frontier_scores[row] + np.minimum(log_probs[row, column], np.float32(0.0))
         self._tokens = np.concatenate((self._tokens, tokens[row, column]))
         self._parents = np.concatenate((self._parents, self._frontier_candidates[row]))
         self._scores = np.concatenate((self._scores, scores))
         self._level += 1
-        if self._level == self._depth:
-            return self._advance(np.empty(0, np.int64), row)
+        return row, column
+
+    def _hopeful(self, count: int) -> Ints:
+        """Which of the last `count` candidates can have children in the finished tree, likeliest
+        first. One that is not among the N - 1 best so far leaves no room for a child, now or
+        later, so it is not forwarded: the tree is the same, and small ones end early."""
+        first = len(self._tokens) - count
         best = _ranking(self._scores)[: self._nodes - 1]
-        return self._advance(best[best >= first][: self._top_k] - first, row)
+        return best[best >= first] - first
 
     def _advance(self, chosen: Ints, rows: Ints) -> Frontier:
         """Makes `chosen` (indices into this level's candidates, whose parents are `rows` of the
@@ -107,8 +119,59 @@ class GrowingTree:
         tokens = self._tokens[self._frontier_candidates]
         return Frontier(tokens, parents, masks.view(np.int64), self._level)
 
-    def finished(self) -> DraftTree:
-        """The N best of all candidates, parent first."""
-        return best_tree(
-            self._tokens.tolist(), self._parents.tolist(), self._scores.tolist(), self._nodes
-        )
+
+class GrowingTree(CandidateTree):
+    """The dynamic tree of EAGLE-2."""
+
+    def __init__(self, nodes: int, top_k: int, depth: int) -> None:
+        """At most `nodes` nodes in `depth` levels, `top_k` nodes in a frontier."""
+        super().__init__(nodes)
+        self._top_k = top_k
+        self._depth = depth
+
+    def extend(self, tokens: Ints, log_probs: Floats) -> Frontier:
+        row, _ = self._remember(tokens, log_probs, np.ones(log_probs.shape, np.bool_))
+        if self._level == self._depth:
+            return self._advance(np.empty(0, np.int64), row)
+        return self._advance(self._hopeful(len(row))[: self._top_k], row)
+
+
+class TreePolicy(Protocol):
+    """The shape that trees are to have."""
+
+    @property
+    def children(self) -> int:
+        """How many children of a frontier node are asked for."""
+        ...
+
+    def forwarded_at_most(self, nodes: int) -> int:
+        """How many of a tree's nodes are ever in a frontier; no more than a mask has bits."""
+        ...
+
+    def new_tree(self, nodes: int) -> CandidateTree:
+        """A tree of at most `nodes` nodes, to be grown."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicPolicy:
+    """Trees that follow the scores: at most `depth` levels, `top_k` nodes in a frontier."""
+
+    top_k: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        if self.top_k * (self.depth - 1) > MAX_ROWS:
+            raise ValueError(
+                f"top_k {self.top_k} * (depth {self.depth} - 1): must be at most {MAX_ROWS}"
+            )
+
+    @property
+    def children(self) -> int:
+        return self.top_k
+
+    def forwarded_at_most(self, nodes: int) -> int:
+        return forwarded_at_most(nodes, self.top_k, self.depth)
+
+    def new_tree(self, nodes: int) -> GrowingTree:
+        return GrowingTree(nodes, self.top_k, self.depth)

@@ -146,7 +146,7 @@ class VerifierClient:
                     raise Unavailable(f"features of position {at} expected, got {chunk.start}")
                 data += chunk.data
                 dtype, at = chunk.dtype, at + chunk.rows
-            rows = wire.feature_rows(bytes(data), dtype, self._hello.hidden_size)
+            rows = wire.feature_rows(bytes(data), dtype, wire.feature_width(self._hello))
         except (grpc.aio.AioRpcError, ValueError) as error:
             raise Unavailable(f"features {positions} from {self.address}: {_said(error)}") from None
         if len(rows) != len(positions):
@@ -262,7 +262,7 @@ class VerifierClient:
             kind = item.WhichOneof("item")
             if kind == "committed":
                 committed = item.committed
-                update = wire.update(committed, self._hello.hidden_size)
+                update = wire.update(committed, wire.feature_width(self._hello))
                 self._listener.committed(committed.session_id, update)
             elif kind == "paused":
                 self._listener.paused(item.paused.session_id, item.paused.epoch)

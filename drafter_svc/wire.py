@@ -13,16 +13,29 @@ DTYPES = (("float32", torch.float32), ("bfloat16", torch.bfloat16))
 
 
 def hello(drafter: Drafter, drafter_id: str, target_hash: str = "") -> pb.Hello:
-    kind = pb.FEATURE_KIND_FINAL if drafter.features is Features.FINAL else pb.FEATURE_KIND_NONE
     return pb.Hello(
         protocol_version=PROTOCOL_VERSION,
         drafter_id=drafter_id,
         head=drafter.identity,
-        features=kind,
+        features=_kind(drafter.features),
         hidden_size=drafter.hidden_size,
         vocab_size=drafter.vocab_size,
         target_hash=target_hash,
+        feature_layers=drafter.features.layers,
     )
+
+
+def _kind(features: Features) -> pb.FeatureKind.ValueType:
+    if features.layers:
+        return pb.FEATURE_KIND_EAGLE3
+    return pb.FEATURE_KIND_FINAL if features.final else pb.FEATURE_KIND_NONE
+
+
+def feature_width(mine: pb.Hello) -> int:
+    """Values of one position's features; 0: none are read."""
+    if mine.features == pb.FEATURE_KIND_EAGLE3:
+        return mine.hidden_size * len(mine.feature_layers)
+    return mine.hidden_size if mine.features == pb.FEATURE_KIND_FINAL else 0
 
 
 def check_welcome(mine: pb.Hello, welcome: pb.Welcome) -> None:
@@ -40,12 +53,12 @@ def check_welcome(mine: pb.Hello, welcome: pb.Welcome) -> None:
             )
 
 
-def update(message: pb.Committed, hidden_size: int) -> Update:
-    """Features that are absent or malformed have to be pulled."""
+def update(message: pb.Committed, width: int) -> Update:
+    """Features of `width` values; absent or malformed ones have to be pulled."""
     features = None
-    if message.features and hidden_size:
+    if message.features and width:
         try:
-            rows = feature_rows(message.features, message.feature_dtype, hidden_size)
+            rows = feature_rows(message.features, message.feature_dtype, width)
             features = FeatureRows(message.features_from, rows)
         except ValueError:
             features = None
@@ -59,15 +72,15 @@ def update(message: pb.Committed, hidden_size: int) -> Update:
     )
 
 
-def feature_rows(data: bytes, dtype: str, hidden_size: int) -> torch.Tensor:
-    """Rows [positions, hidden]. Raises ValueError for an unknown dtype or a broken row."""
+def feature_rows(data: bytes, dtype: str, width: int) -> torch.Tensor:
+    """Rows [positions, width]. Raises ValueError for an unknown dtype or a broken row."""
     kind = dict(DTYPES).get(dtype)
     if kind is None:
         raise ValueError(f"features of {dtype!r}: expected {' or '.join(n for n, _ in DTYPES)}")
-    row_bytes = hidden_size * kind.itemsize
+    row_bytes = width * kind.itemsize
     if not data or len(data) % row_bytes:
         raise ValueError(f"{len(data)} bytes of features: expected rows of {row_bytes}")
-    return torch.frombuffer(bytearray(data), dtype=kind).view(-1, hidden_size)
+    return torch.frombuffer(bytearray(data), dtype=kind).view(-1, width)
 
 
 def join(session_id: str, epoch: int) -> pb.DraftItem:

@@ -35,7 +35,7 @@ class LayerWeights:
     """One layer, with q, k, v and gate, up fused along their outputs."""
 
     input_norm: Tensor | None  # [hidden]; None: the layer takes its input as it is (EAGLE-1/2)
-    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]; of EAGLE-3 2 * hidden
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]

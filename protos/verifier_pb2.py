@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/verifier.proto\x12\ncoppice.v1\x1a\x13protos/common.proto\"\x18\n\x16GetVerifierInfoRequest\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\"#\n\rDrainResponse\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\xc3\x01\n\nRunRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x11\n\tcommitted\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12,\n\x08stopping\x18\x06 \x01(\x0b\x32\x1a.coppice.v1.StoppingParams\x12\x13\n\x0bspeculation\x18\x07 \x01(\x08\"\xba\x02\n\x08RunEvent\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.coppice.v1.TokenLogprobs\x12&\n\x04mode\x18\x03 \x01(\x0e\x32\x18.coppice.v1.DecodingMode\x12\x12\n\ntree_nodes\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x05 \x01(\r\x12)\n\x07\x64rafter\x18\x06 \x01(\x0e\x32\x18.coppice.v1.DrafterState\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x08 \x01(\t\x12+\n\x05stats\x18\t \x01(\x0b\x32\x1c.coppice.v1.SpeculationStats\"4\n\x0c\x44raftMessage\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.coppice.v1.DraftItem\"\xe9\x01\n\tDraftItem\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.coppice.v1.HelloH\x00\x12 \n\x04join\x18\x02 \x01(\x0b\x32\x10.coppice.v1.JoinH\x00\x12 \n\x04tree\x18\x03 \x01(\x0b\x32\x10.coppice.v1.TreeH\x00\x12 \n\x04pass\x18\x04 \x01(\x0b\x32\x10.coppice.v1.PassH\x00\x12\"\n\x05leave\x18\x05 \x01(\x0b\x32\x11.coppice.v1.LeaveH\x00\x12&\n\x07latency\x18\x06 \x01(\x0b\x32\x13.coppice.v1.LatencyH\x00\x42\x06\n\x04item\"\xac\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x0c\n\x04head\x18\x03 \x01(\t\x12)\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0e\x32\x17.coppice.v1.FeatureKind\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x13\n\x0btarget_hash\x18\x07 \x01(\t\")\n\x04Join\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x81\x01\n\x04Tree\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_id\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0f\n\x07parents\x18\x06 \x03(\r\x12\x0e\n\x06scores\x18\x07 \x03(\x02\">\n\x04Pass\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\"*\n\x05Leave\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\">\n\x07Latency\x12\x18\n\x10\x63\x61tch_up_seconds\x18\x01 \x01(\x01\x12\x19\n\x11seconds_per_depth\x18\x02 \x03(\x01\":\n\x0fVerifierMessage\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.coppice.v1.VerifierItem\"\xde\x01\n\x0cVerifierItem\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.coppice.v1.WelcomeH\x00\x12*\n\tcommitted\x18\x02 \x01(\x0b\x32\x15.coppice.v1.CommittedH\x00\x12$\n\x06paused\x18\x03 \x01(\x0b\x32\x12.coppice.v1.PausedH\x00\x12$\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x12.coppice.v1.ClosedH\x00\x12&\n\x07refused\x18\x05 \x01(\x0b\x32\x13.coppice.v1.RefusedH\x00\x42\x06\n\x04item\"I\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.coppice.v1.ModelInfo\"\xe2\x01\n\tCommitted\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x15\n\rfeatures_from\x18\x06 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0c\x12\x15\n\rfeature_dtype\x18\x08 \x01(\t\x12\x10\n\x08\x64raft_id\x18\t \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\n \x01(\r\x12\x13\n\x0bnode_budget\x18\x0b \x01(\r\"+\n\x06Paused\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\";\n\x06\x43losed\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"N\n\x07Refused\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x64raft_id\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"O\n\x0e\x46\x65\x61tureRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"H\n\x0c\x46\x65\x61tureChunk\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\r\n\x05\x64type\x18\x04 \x01(\t*w\n\x0c\x44rafterState\x12\x1d\n\x19\x44RAFTER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44RAFTER_STATE_NONE\x10\x01\x12\x18\n\x14\x44RAFTER_STATE_JOINED\x10\x02\x12\x16\n\x12\x44RAFTER_STATE_LOST\x10\x03*Z\n\x0b\x46\x65\x61tureKind\x12\x1c\n\x18\x46\x45\x41TURE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46\x45\x41TURE_KIND_NONE\x10\x01\x12\x16\n\x12\x46\x45\x41TURE_KIND_FINAL\x10\x02\x32\xd2\x02\n\x08Verifier\x12\x35\n\x03Run\x12\x16.coppice.v1.RunRequest\x1a\x14.coppice.v1.RunEvent0\x01\x12\x42\n\x05\x44raft\x12\x18.coppice.v1.DraftMessage\x1a\x1b.coppice.v1.VerifierMessage(\x01\x30\x01\x12\x42\n\x08\x46\x65\x61tures\x12\x1a.coppice.v1.FeatureRequest\x1a\x18.coppice.v1.FeatureChunk0\x01\x12I\n\x0cGetModelInfo\x12\".coppice.v1.GetVerifierInfoRequest\x1a\x15.coppice.v1.ModelInfo\x12<\n\x05\x44rain\x12\x18.coppice.v1.DrainRequest\x1a\x19.coppice.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15protos/verifier.proto\x12\ncoppice.v1\x1a\x13protos/common.proto\"\x18\n\x16GetVerifierInfoRequest\"%\n\x0c\x44rainRequest\x12\x15\n\rgrace_seconds\x18\x01 \x01(\x01\"#\n\rDrainResponse\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\xc3\x01\n\nRunRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x11\n\tcommitted\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.coppice.v1.SamplingParams\x12,\n\x08stopping\x18\x06 \x01(\x0b\x32\x1a.coppice.v1.StoppingParams\x12\x13\n\x0bspeculation\x18\x07 \x01(\x08\"\xba\x02\n\x08RunEvent\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12+\n\x08logprobs\x18\x02 \x03(\x0b\x32\x19.coppice.v1.TokenLogprobs\x12&\n\x04mode\x18\x03 \x01(\x0e\x32\x18.coppice.v1.DecodingMode\x12\x12\n\ntree_nodes\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\x05 \x01(\r\x12)\n\x07\x64rafter\x18\x06 \x01(\x0e\x32\x18.coppice.v1.DrafterState\x12/\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x18.coppice.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x08 \x01(\t\x12+\n\x05stats\x18\t \x01(\x0b\x32\x1c.coppice.v1.SpeculationStats\"4\n\x0c\x44raftMessage\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.coppice.v1.DraftItem\"\xe9\x01\n\tDraftItem\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.coppice.v1.HelloH\x00\x12 \n\x04join\x18\x02 \x01(\x0b\x32\x10.coppice.v1.JoinH\x00\x12 \n\x04tree\x18\x03 \x01(\x0b\x32\x10.coppice.v1.TreeH\x00\x12 \n\x04pass\x18\x04 \x01(\x0b\x32\x10.coppice.v1.PassH\x00\x12\"\n\x05leave\x18\x05 \x01(\x0b\x32\x11.coppice.v1.LeaveH\x00\x12&\n\x07latency\x18\x06 \x01(\x0b\x32\x13.coppice.v1.LatencyH\x00\x42\x06\n\x04item\"\xc4\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x0c\n\x04head\x18\x03 \x01(\t\x12)\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0e\x32\x17.coppice.v1.FeatureKind\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x13\n\x0btarget_hash\x18\x07 \x01(\t\x12\x16\n\x0e\x66\x65\x61ture_layers\x18\x08 \x03(\r\")\n\x04Join\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x81\x01\n\x04Tree\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_id\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0f\n\x07parents\x18\x06 \x03(\r\x12\x0e\n\x06scores\x18\x07 \x03(\x02\">\n\x04Pass\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\"*\n\x05Leave\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\">\n\x07Latency\x12\x18\n\x10\x63\x61tch_up_seconds\x18\x01 \x01(\x01\x12\x19\n\x11seconds_per_depth\x18\x02 \x03(\x01\":\n\x0fVerifierMessage\x12\'\n\x05items\x18\x01 \x03(\x0b\x32\x18.coppice.v1.VerifierItem\"\xde\x01\n\x0cVerifierItem\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.coppice.v1.WelcomeH\x00\x12*\n\tcommitted\x18\x02 \x01(\x0b\x32\x15.coppice.v1.CommittedH\x00\x12$\n\x06paused\x18\x03 \x01(\x0b\x32\x12.coppice.v1.PausedH\x00\x12$\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x12.coppice.v1.ClosedH\x00\x12&\n\x07refused\x18\x05 \x01(\x0b\x32\x13.coppice.v1.RefusedH\x00\x42\x06\n\x04item\"I\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.coppice.v1.ModelInfo\"\xe2\x01\n\tCommitted\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x15\n\rfeatures_from\x18\x06 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0c\x12\x15\n\rfeature_dtype\x18\x08 \x01(\t\x12\x10\n\x08\x64raft_id\x18\t \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_length\x18\n \x01(\r\x12\x13\n\x0bnode_budget\x18\x0b \x01(\r\"+\n\x06Paused\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\";\n\x06\x43losed\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"N\n\x07Refused\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x64raft_id\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"O\n\x0e\x46\x65\x61tureRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\"H\n\x0c\x46\x65\x61tureChunk\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\r\n\x05\x64type\x18\x04 \x01(\t*w\n\x0c\x44rafterState\x12\x1d\n\x19\x44RAFTER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44RAFTER_STATE_NONE\x10\x01\x12\x18\n\x14\x44RAFTER_STATE_JOINED\x10\x02\x12\x16\n\x12\x44RAFTER_STATE_LOST\x10\x03*s\n\x0b\x46\x65\x61tureKind\x12\x1c\n\x18\x46\x45\x41TURE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46\x45\x41TURE_KIND_NONE\x10\x01\x12\x16\n\x12\x46\x45\x41TURE_KIND_FINAL\x10\x02\x12\x17\n\x13\x46\x45\x41TURE_KIND_EAGLE3\x10\x03\x32\xd2\x02\n\x08Verifier\x12\x35\n\x03Run\x12\x16.coppice.v1.RunRequest\x1a\x14.coppice.v1.RunEvent0\x01\x12\x42\n\x05\x44raft\x12\x18.coppice.v1.DraftMessage\x1a\x1b.coppice.v1.VerifierMessage(\x01\x30\x01\x12\x42\n\x08\x46\x65\x61tures\x12\x1a.coppice.v1.FeatureRequest\x1a\x18.coppice.v1.FeatureChunk0\x01\x12I\n\x0cGetModelInfo\x12\".coppice.v1.GetVerifierInfoRequest\x1a\x15.coppice.v1.ModelInfo\x12<\n\x05\x44rain\x12\x18.coppice.v1.DrainRequest\x1a\x19.coppice.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTERSTATE']._serialized_start=2417
-  _globals['_DRAFTERSTATE']._serialized_end=2536
-  _globals['_FEATUREKIND']._serialized_start=2538
-  _globals['_FEATUREKIND']._serialized_end=2628
+  _globals['_DRAFTERSTATE']._serialized_start=2441
+  _globals['_DRAFTERSTATE']._serialized_end=2560
+  _globals['_FEATUREKIND']._serialized_start=2562
+  _globals['_FEATUREKIND']._serialized_end=2677
   _globals['_GETVERIFIERINFOREQUEST']._serialized_start=58
   _globals['_GETVERIFIERINFOREQUEST']._serialized_end=82
   _globals['_DRAINREQUEST']._serialized_start=84
@@ -51,35 +51,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTITEM']._serialized_start=730
   _globals['_DRAFTITEM']._serialized_end=963
   _globals['_HELLO']._serialized_start=966
-  _globals['_HELLO']._serialized_end=1138
-  _globals['_JOIN']._serialized_start=1140
-  _globals['_JOIN']._serialized_end=1181
-  _globals['_TREE']._serialized_start=1184
-  _globals['_TREE']._serialized_end=1313
-  _globals['_PASS']._serialized_start=1315
-  _globals['_PASS']._serialized_end=1377
-  _globals['_LEAVE']._serialized_start=1379
-  _globals['_LEAVE']._serialized_end=1421
-  _globals['_LATENCY']._serialized_start=1423
-  _globals['_LATENCY']._serialized_end=1485
-  _globals['_VERIFIERMESSAGE']._serialized_start=1487
-  _globals['_VERIFIERMESSAGE']._serialized_end=1545
-  _globals['_VERIFIERITEM']._serialized_start=1548
-  _globals['_VERIFIERITEM']._serialized_end=1770
-  _globals['_WELCOME']._serialized_start=1772
-  _globals['_WELCOME']._serialized_end=1845
-  _globals['_COMMITTED']._serialized_start=1848
-  _globals['_COMMITTED']._serialized_end=2074
-  _globals['_PAUSED']._serialized_start=2076
-  _globals['_PAUSED']._serialized_end=2119
-  _globals['_CLOSED']._serialized_start=2121
-  _globals['_CLOSED']._serialized_end=2180
-  _globals['_REFUSED']._serialized_start=2182
-  _globals['_REFUSED']._serialized_end=2260
-  _globals['_FEATUREREQUEST']._serialized_start=2262
-  _globals['_FEATUREREQUEST']._serialized_end=2341
-  _globals['_FEATURECHUNK']._serialized_start=2343
-  _globals['_FEATURECHUNK']._serialized_end=2415
-  _globals['_VERIFIER']._serialized_start=2631
-  _globals['_VERIFIER']._serialized_end=2969
+  _globals['_HELLO']._serialized_end=1162
+  _globals['_JOIN']._serialized_start=1164
+  _globals['_JOIN']._serialized_end=1205
+  _globals['_TREE']._serialized_start=1208
+  _globals['_TREE']._serialized_end=1337
+  _globals['_PASS']._serialized_start=1339
+  _globals['_PASS']._serialized_end=1401
+  _globals['_LEAVE']._serialized_start=1403
+  _globals['_LEAVE']._serialized_end=1445
+  _globals['_LATENCY']._serialized_start=1447
+  _globals['_LATENCY']._serialized_end=1509
+  _globals['_VERIFIERMESSAGE']._serialized_start=1511
+  _globals['_VERIFIERMESSAGE']._serialized_end=1569
+  _globals['_VERIFIERITEM']._serialized_start=1572
+  _globals['_VERIFIERITEM']._serialized_end=1794
+  _globals['_WELCOME']._serialized_start=1796
+  _globals['_WELCOME']._serialized_end=1869
+  _globals['_COMMITTED']._serialized_start=1872
+  _globals['_COMMITTED']._serialized_end=2098
+  _globals['_PAUSED']._serialized_start=2100
+  _globals['_PAUSED']._serialized_end=2143
+  _globals['_CLOSED']._serialized_start=2145
+  _globals['_CLOSED']._serialized_end=2204
+  _globals['_REFUSED']._serialized_start=2206
+  _globals['_REFUSED']._serialized_end=2284
+  _globals['_FEATUREREQUEST']._serialized_start=2286
+  _globals['_FEATUREREQUEST']._serialized_end=2365
+  _globals['_FEATURECHUNK']._serialized_start=2367
+  _globals['_FEATURECHUNK']._serialized_end=2439
+  _globals['_VERIFIER']._serialized_start=2680
+  _globals['_VERIFIER']._serialized_end=3018
 # @@protoc_insertion_point(module_scope)

@@ -54,6 +54,8 @@ class _FeatureKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FeatureKi
     """tokens suffice (n-gram)"""
     FEATURE_KIND_FINAL: _FeatureKind.ValueType  # 2
     """hidden state after the final norm (EAGLE-1/2)"""
+    FEATURE_KIND_EAGLE3: _FeatureKind.ValueType  # 3
+    """the inputs of some layers, side by side"""
 
 class FeatureKind(_FeatureKind, metaclass=_FeatureKindEnumTypeWrapper):
     """---- drafter -> verifier --------------------------------------------------"""
@@ -63,6 +65,8 @@ FEATURE_KIND_NONE: FeatureKind.ValueType  # 1
 """tokens suffice (n-gram)"""
 FEATURE_KIND_FINAL: FeatureKind.ValueType  # 2
 """hidden state after the final norm (EAGLE-1/2)"""
+FEATURE_KIND_EAGLE3: FeatureKind.ValueType  # 3
+"""the inputs of some layers, side by side"""
 Global___FeatureKind: _TypeAlias = FeatureKind  # noqa: Y015
 
 @_typing.final
@@ -294,6 +298,7 @@ class Hello(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TARGET_HASH_FIELD_NUMBER: _builtins.int
+    FEATURE_LAYERS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     drafter_id: _builtins.str
     head: _builtins.str
@@ -305,6 +310,10 @@ class Hello(_message.Message):
     """0: any"""
     target_hash: _builtins.str
     """empty: any target of these sizes"""
+    @_builtins.property
+    def feature_layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """FEATURE_KIND_EAGLE3: of which layers, in order"""
+
     def __init__(
         self,
         *,
@@ -315,10 +324,11 @@ class Hello(_message.Message):
         hidden_size: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         target_hash: _builtins.str = ...,
+        feature_layers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "features", b"features", "head", b"head", "hidden_size", b"hidden_size", "protocol_version", b"protocol_version", "target_hash", b"target_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "feature_layers", b"feature_layers", "features", b"features", "head", b"head", "hidden_size", b"hidden_size", "protocol_version", b"protocol_version", "target_hash", b"target_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

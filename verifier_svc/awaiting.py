@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from verifier_svc.budget import Grant
+
 MAX_STRIKES = 3
 MOST_NEEDED = 64
 # How fast the running mean of accepted tokens forgets.
@@ -52,7 +54,7 @@ class Patience:
 class _Ask:
     base_length: int
     at: float
-    nodes: int
+    grant: Grant
     clean: bool  # nothing else was owed: the time until the answer is that of this tree alone
 
 
@@ -62,21 +64,21 @@ class Asks:
 
     _asks: list[_Ask] = field(default_factory=list[_Ask])
 
-    def add(self, base_length: int, at: float, nodes: int, in_play: bool) -> None:
+    def add(self, base_length: int, at: float, grant: Grant, in_play: bool) -> None:
         """`in_play` false: the drafter has features to pull first, which says nothing of it."""
-        self._asks.append(_Ask(base_length, at, nodes, in_play and not self._asks))
+        self._asks.append(_Ask(base_length, at, grant, in_play and not self._asks))
 
-    def answered(self, base_length: int, now: float) -> tuple[int, float] | None:
-        """A tree for `base_length` came: nodes and seconds of its drafting, if they are known.
+    def answered(self, base_length: int, now: float) -> tuple[Grant, float] | None:
+        """A tree for `base_length` came: grant and seconds of its drafting, if they are known.
         Earlier asks will not be answered any more."""
         found = next((ask for ask in self._asks if ask.base_length == base_length), None)
         self._asks = [ask for ask in self._asks if ask.base_length > base_length]
-        return None if found is None or not found.clean else (found.nodes, now - found.at)
+        return None if found is None or not found.clean else (found.grant, now - found.at)
 
-    def overdue(self, now: float) -> tuple[int, float] | None:
-        """The awaited tree has not come: its nodes and the seconds that it takes at least."""
+    def overdue(self, now: float) -> tuple[Grant, float] | None:
+        """The awaited tree has not come: its grant and the seconds that it takes at least."""
         last = self._asks[-1] if self._asks else None
-        return None if last is None or not last.clean else (last.nodes, now - last.at)
+        return None if last is None or not last.clean else (last.grant, now - last.at)
 
     def clear(self) -> None:
         self._asks.clear()

@@ -1,36 +1,58 @@
 """How many nodes a tree may have: the number that commits most tokens per second, by measurement.
 
-Speed with n nodes for each of S sessions = S * (1 + gain(n)) / (draft(n) + step(S * (n + 1))):
+Speed with n nodes for each of S sessions = S * (1 + gain(n)) / (draft(n, S) + step(S * (n + 1))):
 - gain(n): accepted tokens of a tree's n best nodes, a running mean. One verified tree tells the
   gain of every smaller one as well, since trimming keeps the best nodes.
-- draft(n): seconds from asking for n nodes to their arrival, a running mean.
+- draft(n, S): seconds from asking for n nodes to their arrival, when S sessions ask at once.
 - step(rows): seconds of a pass, measured at start and refined by every pass.
-With n = 0 this is plain decoding, so speculation is used only where it pays. What has not been
-tried is assumed to be good, and now and then another number than the best is asked for.
+With n = 0 this is plain decoding, so speculation is used only where it pays. The rows of all
+sessions are paid for, so trees shrink as sessions join, and to nothing where rows have become
+dear. What has not been tried is assumed to be good, and now and then another number than the best
+is asked for.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coppice.tree import MAX_ROWS, DraftTree
+from verifier_svc.costs import CostCurve
 
 SIZES = (1, 2, 3, 5, 7, 11, 15, 31, 63)
-_WEIGHT = 0.1
 # Of a walk in the running mean of the gain, at least: walks are coin tosses, and their mean must
 # not toss between plain and speculative decoding.
-_WALK_WEIGHT = 0.02
-# Every so many grants of each session another size than the best is tried, or, from plain
-# decoding, a tree at all.
-_EXPLORE_EVERY = 48
-_FEW_ROWS = 8  # that are told apart
-# A tree must promise that much more than plain decoding, as estimates are noisy.
+_WALK_WEIGHT = 0.01
+# The gain of a size that was not tried yet is so much, or all of its nodes, with the weight of so
+# many walks: few trees are enough to see that it is less, while too little would not be seen.
+_HOPE, _HOPE_WALKS = 4.0, 2
+# Every so many passes another size than the best is tried, or, from plain decoding, trees at all:
+# sooner for the first times, and more rarely where that would cost a larger share of the tokens.
+_EXPLORE_FIRST, _EXPLORE_EVERY = 8, 48
+_EXPLORE_LOSS = 0.005
+# When plain decoding looks whether trees would pay, it verifies so many of each session. They may
+# take longer to come, as their drafter has to catch up first, but not for ever.
+_TRIAL_TREES, _TRIAL_PASSES = 5, 24
+_WORSE = 0.1  # they end when the loss turns out to be that much more
+# A tree must promise that much more than plain decoding, as estimates are noisy. Where trees are
+# granted already they need only be no slower, or a load that sways would toss between the two.
 _MARGIN = 1.03
+_SEEN = 32  # walks after which a gain is a measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
     nodes: int  # 0: decode plainly
-    trial: bool = False  # from plain decoding: worth more than one tree, as the first comes late
+    sessions: int  # that are granted trees at once
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What is still to come of it."""
+
+    nodes: int = 0
+    passes: int = 0  # left, at most
+    walks: int = 0  # of all trees until it ends
+    loss: float = 0.0  # as expected
 
 
 @dataclass(slots=True)
@@ -43,59 +65,68 @@ class Budget:
     _sizes: tuple[int, ...] = field(init=False)
     _gain: dict[int, float] = field(init=False)
     _walks: dict[int, int] = field(init=False)
-    _draft: dict[int, float] = field(init=False)
-    _steps: dict[int, float] = field(default_factory=dict[int, float])
-    _grants: int = 0
+    _draft: dict[int, CostCurve] = field(init=False)
+    _steps: CostCurve = field(default_factory=lambda: CostCurve(proportional=True))
+    _levels: tuple[float, ...] = ()
+    _all_walks: int = 0
+    _granted: Grant = Grant(0, 0)
+    _left: int = 0  # grants until the next choice
+    _speculating: bool = False
+    _unexplored: int = 0  # grants since another size was tried
+    _round: int = 0
+    _trial: _Trial = field(default_factory=_Trial)
 
     def __post_init__(self) -> None:
         self._sizes = (*(size for size in SIZES if size < self.most), self.most)
-        self._gain = {size: min(size, 2.0) for size in self._sizes}
+        self._gain = {size: min(size, _HOPE) for size in self._sizes}
         self._walks = dict.fromkeys(self._sizes, 0)
-        self._draft = dict.fromkeys(self._sizes, 0.0)
+        self._draft = {size: CostCurve(proportional=False) for size in self._sizes}
 
     # ---- measurements ------------------------------------------------------
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """A pass of so many rows, without prefill, took so long."""
-        bucket = _bucket(rows)
-        known = self._steps.get(bucket, seconds)
-        self._steps[bucket] = known + _WEIGHT * (seconds - known)
+        self._steps.observe(rows, seconds)
+        self._left = 0
 
-    def observe_draft(self, granted: int, seconds: float) -> None:
+    def observe_draft(self, grant: Grant, seconds: float) -> None:
         """A tree came that long after it was asked for."""
-        if granted in self._draft:
-            known = self._draft[granted] or seconds
-            self._draft[granted] = known + _WEIGHT * (seconds - known)
+        if grant.nodes in self._draft:
+            self._draft[grant.nodes].observe(grant.sessions, seconds)
+
+    def observe_levels(self, seconds: Sequence[float]) -> None:
+        """A drafter says how long each level of its last trees took."""
+        if all(0.0 <= each < math.inf for each in seconds):
+            self._levels = tuple(seconds)
 
     def observe_walk(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """`accepted` are the rows of the tree whose tokens were committed, root's child first."""
         ranked = sorted(range(len(tree)), key=lambda node: (-tree.scores[node], node))
+        self._all_walks += 1
         rank = {node + 1: place for place, node in enumerate(ranked)}
         for size in self._sizes:
             if size > len(tree) and size != self._smallest_above(len(tree)):
                 continue
             gain = sum(rank[row] < size for row in accepted)
             self._walks[size] += 1
-            weight = max(_WALK_WEIGHT, 1 / (self._walks[size] + 1))
+            weight = max(_WALK_WEIGHT, 1 / (self._walks[size] + _HOPE_WALKS))
             self._gain[size] += weight * (gain - self._gain[size])
 
     def _smallest_above(self, nodes: int) -> int:
         return next((size for size in self._sizes if size >= nodes), self.most)
 
-    # ---- the choice --------------------------------------------------------
+    # ---- what they foretell ------------------------------------------------
 
     def step_seconds(self, rows: int) -> float:
         """Of a pass with so many rows; 0 while nothing has been measured."""
-        bucket = _bucket(rows)
-        if bucket in self._steps or not self._steps:
-            return self._steps.get(bucket, 0.0)
-        # Between and beyond what was measured a pass costs as its nearest larger, or in
-        # proportion to its rows.
-        larger = [known for known in self._steps if known > bucket]
-        if larger:
-            return self._steps[min(larger)]
-        largest = max(self._steps)
-        return self._steps[largest] * bucket / largest
+        return self._steps.seconds(rows)
+
+    def draft_seconds(self, nodes: int, sessions: int) -> float:
+        """From asking for trees of so many nodes for so many sessions to their arrival."""
+        # A larger tree does not come sooner than a smaller one, and not before its levels are run,
+        # of which there is at least one, and at most one per node.
+        tried = [self._draft[size].seconds(sessions) for size in self._sizes if size <= nodes]
+        return tried[-1] or max(*tried, sum(self._levels[:nodes]))
 
     def speed(self, nodes: int, decoding: int) -> float:
         """Expected tokens per second of `decoding` sessions with trees of `nodes` nodes."""
@@ -104,31 +135,84 @@ class Budget:
             return decoding / max(seconds, 1e-9)
         # A larger tree holds the smaller one, whatever few walks say of it.
         gain = max(self._gain[size] for size in self._sizes if size <= nodes)
-        return decoding * (1 + gain) / max(seconds + self._draft[nodes], 1e-9)
+        seconds += self.draft_seconds(nodes, decoding)
+        return decoding * (1 + gain) / max(seconds, 1e-9)
+
+    def advantage(self, decoding: int) -> float:
+        """How many times as fast as plain decoding the best trees are. Until some were measured
+        that is infinite: nobody knows before they are tried."""
+        sizes = self._fitting(decoding)
+        if not sizes or not self.adaptive:
+            return 0.0
+        if max(self._walks.values()) < _SEEN:
+            return math.inf
+        return max(self.speed(size, decoding) for size in sizes) / self.speed(0, decoding)
 
     def cap(self, decoding: int) -> int:
         """Nodes for each of `decoding` sessions that the rows of one pass have room for."""
         return min(self.row_budget // max(1, decoding), MAX_ROWS) - 1
 
+    def _fitting(self, decoding: int) -> list[int]:
+        cap = self.cap(decoding)
+        return [size for size in self._sizes if size <= cap]
+
+    # ---- the choice --------------------------------------------------------
+
     def choose(self, decoding: int) -> Grant:
-        """For one of `decoding` sessions."""
-        sizes = [size for size in self._sizes if size <= self.cap(decoding)]
+        """For one of `decoding` sessions. All sessions of a pass are granted the same: their trees
+        are drafted together, so what trees of a size take is known only where all are of it."""
+        decoding = max(1, decoding)
+        sizes = self._fitting(decoding)
         if not sizes:
-            return Grant(0)
+            return Grant(0, decoding)
         if not self.adaptive:
-            return Grant(sizes[-1])
-        self._grants += 1
-        rounds, rest = divmod(self._grants, _EXPLORE_EVERY * max(1, decoding))
+            return Grant(sizes[-1], decoding)
+        self._unexplored += 1
+        if self._left == 0 or self._granted.sessions != decoding:
+            self._left = decoding
+            self._granted = Grant(self._next(sizes, decoding), decoding)
+        self._left -= 1
+        return self._granted
+
+    def _next(self, sizes: Sequence[int], decoding: int) -> int:
+        """The best number, or for a pass or a few another one."""
+        nodes = self._best(sizes, decoding)
+        trial = self._trial
+        if nodes == 0 and trial.passes and self._all_walks < trial.walks:
+            tried = min(trial.nodes, sizes[-1])
+            trial.passes -= 1
+            self._unexplored = 0
+            if self._loss(tried, nodes, decoding) < trial.loss + _WORSE:
+                return tried
+        trial.passes = 0
+        others = [size for size in sizes if size != nodes]
+        every = min(_EXPLORE_FIRST * (self._round + 1), _EXPLORE_EVERY)
+        if not others or self._unexplored < every * decoding:
+            return nodes
+        # From plain decoding the best; else by turns the largest, whose trees tell of all others,
+        # and another one.
+        turn, largest = divmod(self._round, 2)
+        other = others[-1 if largest else turn % len(others)]
+        if nodes == 0:
+            other = max(others, key=lambda size: self.speed(size, decoding))
+        trees = 1 if nodes else _TRIAL_TREES
+        loss = self._loss(other, nodes, decoding)
+        if self._unexplored < trees * loss / _EXPLORE_LOSS * decoding:
+            return nodes
+        self._unexplored = 0
+        self._round += 1
+        if nodes == 0:
+            until = self._all_walks + _TRIAL_TREES * decoding
+            self._trial = _Trial(other, _TRIAL_PASSES, until, loss)
+        return other
+
+    def _loss(self, nodes: int, best: int, decoding: int) -> float:
+        """Share of the tokens that a pass with `nodes` nodes costs; nothing, where it pays."""
+        return max(0.0, 1 - self.speed(nodes, decoding) / self.speed(best, decoding))
+
+    def _best(self, sizes: Sequence[int], decoding: int) -> int:
+        """The number that promises most."""
         best = max(sizes, key=lambda size: self.speed(size, decoding))
-        pays = self.speed(best, decoding) > _MARGIN * self.speed(0, decoding)
-        if rest:
-            return Grant(best if pays else 0)
-        if not pays:
-            return Grant(best, trial=True)
-        place = sizes.index(best) + (1 if rounds % 2 else -1)
-        return Grant(sizes[min(max(place, 0), len(sizes) - 1)])
-
-
-def _bucket(rows: int) -> int:
-    """Many rows are taken together with all up to the next power of two."""
-    return rows if rows <= _FEW_ROWS else 1 << (rows - 1).bit_length()
+        margin = 1.0 if self._speculating else _MARGIN
+        self._speculating = self.speed(best, decoding) > margin * self.speed(0, decoding)
+        return best if self._speculating else 0

@@ -12,7 +12,7 @@ from coppice.errors import MalformedDraft
 from coppice.tree import DraftTree
 from protos import verifier_pb2
 from verifier_svc.awaiting import Asks, Patience
-from verifier_svc.budget import Budget
+from verifier_svc.budget import Budget, Grant
 from verifier_svc.session import DraftLink, Session
 
 
@@ -63,8 +63,7 @@ def receive_tree(
         raise MalformedDraft(f"base length {message.base_length} is beyond {length}")
     if message.base_length < session.prompt_length:
         raise MalformedDraft(f"base length {message.base_length} lies inside of the prompt")
-    if session.pending > 1:  # preempted meanwhile, and recomputing
-        session.stats.stale_drafts += 1
+    if session.pending > 1:  # preempted meanwhile: its drafter is not to blame
         return
     drafted = draft.asks.answered(message.base_length, now)
     if drafted is not None:
@@ -100,8 +99,19 @@ def miss(session: Session, now: float, budget: Budget) -> None:
     session.stats.missed_drafts += 1
 
 
+def pause(session: Session) -> None:
+    """No tree is wanted until the next Committed; one that is on its way is nobody's fault."""
+    draft = session.draft
+    draft.forget_tree()
+    if draft.link is not None and not draft.told_paused:
+        draft.told_paused = True
+        draft.asks.clear()
+        paused = verifier_pb2.Paused(session_id=session.session_id, epoch=draft.epoch)
+        draft.link.send(verifier_pb2.VerifierItem(paused=paused))
+
+
 def tell_committed(
-    session: Session, budget: int, accepted: int, now: float, features: FeatureSource
+    session: Session, grant: Grant, accepted: int, now: float, features: FeatureSource
 ) -> bool:
     """After a commit: sends what the next tree needs, or Paused when none is wanted. Returns
     whether a tree was asked for."""
@@ -110,12 +120,8 @@ def tell_committed(
         return False
     answered = draft.draft_id
     draft.forget_tree()  # it was verified, or came to nothing
-    if budget == 0:
-        if not draft.told_paused:
-            draft.told_paused = True
-            draft.asks.clear()
-            paused = verifier_pb2.Paused(session_id=session.session_id, epoch=draft.epoch)
-            draft.link.send(verifier_pb2.VerifierItem(paused=paused))
+    if grant.nodes == 0:
+        pause(session)
         return False
     length = len(session.tokens)
     # Only a drafter that is in play gets features pushed; after a gap it pulls.
@@ -133,11 +139,11 @@ def tell_committed(
         feature_dtype=features.dtype,
         draft_id=answered,
         accepted_length=accepted,
-        node_budget=budget,
+        node_budget=grant.nodes,
     )
     draft.link.send(verifier_pb2.VerifierItem(committed=committed))
-    draft.known, draft.told_paused, draft.granted = length, False, budget
-    draft.asks.add(length, now, budget, in_play)
+    draft.known, draft.told_paused, draft.granted = length, False, grant.nodes
+    draft.asks.add(length, now, grant, in_play)
     if not in_play:
         draft.patience.bench()
     return True

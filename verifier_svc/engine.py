@@ -3,16 +3,14 @@
 Everything but `post` runs on the engine's own thread, so nothing here is locked.
 """
 
-import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coppice.errors import (
     CoppiceError,
     FailedPrecondition,
+    InvalidArgument,
     MalformedDraft,
     NotFound,
     ResourceExhausted,
@@ -20,23 +18,23 @@ from coppice.errors import (
 )
 from coppice.models.placement import dtype_name
 from coppice.settings import Settings
-from coppice.slots import SlotAllocator
 from coppice.tree import MAX_ROWS
 from protos import verifier_pb2
-from verifier_svc import drafting, scheduler, stepping
-from verifier_svc.budget import Budget
+from verifier_svc import drafting, stepping
+from verifier_svc.budget import Budget, Grant
 from verifier_svc.guard import Guard
+from verifier_svc.inbox import Inbox
 from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.pacing import PrefillPace
+from verifier_svc.planning import PassPlan, plan_pass
 from verifier_svc.runner import Runner
+from verifier_svc.scheduler import Limits
 from verifier_svc.session import DraftLink, Session, StepEvent
-
-log = logging.getLogger(__name__)
+from verifier_svc.slot_pool import SlotPool
 
 # A tree is awaited for so many plain steps at least; with a fixed budget the user has said that
 # trees are wanted, also where they do not pay.
 _LEAST_STEPS, _LEAST_STEPS_FIXED = 0.25, 4.0
-# Trees that are asked for in a row when plain decoding looks whether speculation would pay.
-_TRIAL_TREES = 6
 
 
 @dataclass(slots=True)
@@ -59,22 +57,21 @@ class Engine:
     draining: bool = False
     timings: Timings = field(default_factory=Timings)
 
-    slots: SlotAllocator = field(init=False)
+    slots: SlotPool = field(init=False)
     guard: Guard = field(init=False)
     budget: Budget = field(init=False)
-    _limits: scheduler.Limits = field(init=False)
+    pace: PrefillPace = field(init=False)
     _features: drafting.FeatureSource = field(init=False)
-    _inbox: deque[Callable[[], None]] = field(default_factory=deque[Callable[[], None]])
-    _wake: threading.Condition = field(default_factory=threading.Condition)
+    _inbox: Inbox = field(default_factory=Inbox)
     _stopping: bool = False
 
     def __post_init__(self) -> None:
         verifier = self.settings.verifier
-        self.slots = SlotAllocator(verifier.kv_slots)
-        self.guard = Guard(self.settings.guard)
+        self.slots = SlotPool(verifier.kv_slots, verifier.prefix_cache)
         speculation = self.settings.speculation
         self.budget = Budget(speculation.nodes, verifier.row_budget, speculation.budget == "auto")
-        self._limits = scheduler.Limits(verifier.prefill_chunk, verifier.row_budget, MAX_ROWS)
+        self.guard = Guard(self.settings.guard, speculation.drafter, self.budget.advantage)
+        self.pace = PrefillPace(verifier.prefill_chunk)
         dtype = dtype_name(self.runner.model.dtype)
         self._features = drafting.FeatureSource(self.runner.read_features, dtype)
 
@@ -82,9 +79,7 @@ class Engine:
 
     def post(self, message: Callable[[], None]) -> None:
         """Runs `message` on the engine's thread before the next pass."""
-        with self._wake:
-            self._inbox.append(message)
-            self._wake.notify()
+        self._inbox.post(message)
 
     def stop(self) -> None:
         def set_stopping() -> None:
@@ -108,56 +103,36 @@ class Engine:
 
         Returns whether a pass was run. With `block` false it never waits.
         """
-        self._take_messages()
+        self._inbox.take()
         if self._stopping:
             return False
         now = time.monotonic()
         closed = self.guard.update(len(self.sessions), now)
         self._drop_late_drafts(now, closed)
-        planned = scheduler.plan(list(self._views()), self.slots.free, self._limits)
-        for name in planned.preempted:
-            self._preempt(self.sessions[name])
-        for name in planned.admitted:
-            self.sessions[name].waiting = False
+        planned = self._plan()
         if planned.shares:
             self.timings.plan += time.monotonic() - now
             stepping.run_pass(self, planned.shares)
         self.metrics.observe_state(self)
         if not self.sessions:
             self.check_integrity()
-        if not planned.shares and block and not planned.preempted:
-            self._wait(planned.wait_until)
+        if not planned.shares and block:
+            self._inbox.wait(planned.wait_until)
             if self.sessions:
                 self.timings.wait += time.monotonic() - now
         return bool(planned.shares)
 
-    def _take_messages(self) -> None:
-        with self._wake:  # what comes meanwhile is for after the next pass
-            messages = list(self._inbox)
-            self._inbox.clear()
-        for message in messages:
-            try:
-                message()
-            except Exception:
-                # One message, of one session, must not end all others.
-                log.exception("a message failed")
-
-    def _wait(self, until: float | None) -> None:
-        timeout = None if until is None else max(0.0, until - time.monotonic())
-        with self._wake:
-            self._wake.wait_for(lambda: bool(self._inbox), timeout)
-
-    def _views(self) -> Iterator[scheduler.SessionView]:
-        for session in self.sessions.values():
-            tree = session.draft.tree
-            yield scheduler.SessionView(
-                session.session_id,
-                session.waiting,
-                session.pending,
-                len(session.slots),
-                len(tree) if tree is not None else 0,
-                session.draft.awaited_until,
-            )
+    def _plan(self) -> PassPlan:
+        verifier = self.settings.verifier
+        limits = Limits(
+            verifier.prefill_chunk, self.pace.tokens, verifier.row_budget, headroom=MAX_ROWS
+        )
+        planned = plan_pass(self.sessions.values(), self.slots, limits)
+        for session in planned.preempted:
+            drafting.pause(session)
+        self.metrics.preemptions.inc(len(planned.preempted))
+        self.metrics.prefix_cache_hits.inc(planned.matched)
+        return planned
 
     def _drop_late_drafts(self, now: float, guarded: bool) -> None:
         """Ends the waiting for trees whose time is over, and for all while the guard is closed."""
@@ -167,13 +142,6 @@ class Engine:
                 session.draft.forget_tree()
             elif until is not None and until <= now:
                 drafting.miss(session, now, self.budget)
-
-    def _preempt(self, session: Session) -> None:
-        self.slots.release(session.slots)
-        session.slots.clear()
-        session.waiting = True
-        session.draft.forget_tree()
-        self.metrics.preemptions.inc()
 
     # ---- gateways ----------------------------------------------------------
 
@@ -191,6 +159,10 @@ class Engine:
         elif len(self.sessions) >= self.settings.verifier.max_sessions:
             message = f"{len(self.sessions)} sessions already; try again later"
             session.sink(StepEvent(error=ResourceExhausted(message)))
+        elif session.longest > self.slots.capacity:
+            most = f"of {self.slots.capacity} tokens at most (verifier.kv_slots)"
+            error = InvalidArgument("prompt and max_tokens", session.longest, most)
+            session.sink(StepEvent(error=error))
         else:
             self.sessions[session.session_id] = session
             session.sink(StepEvent())
@@ -201,10 +173,10 @@ class Engine:
             self.close(session, None)
 
     def close(self, session: Session, error: CoppiceError | None) -> None:
-        """Frees everything that a session holds; tells its drafter, and its gateway of an error."""
+        """The prefix tree takes what a session has computed; its drafter is told, and its gateway
+        of an error."""
         del self.sessions[session.session_id]
-        self.slots.release(session.slots)
-        session.slots.clear()
+        self.slots.give_up(session.table, session.tokens)
         drafting.tell_closed(session, str(error) if error else "over")
         if error is not None:
             session.sink(StepEvent(error=error))
@@ -285,27 +257,17 @@ class Engine:
         if session.draft.link is None:
             return
         decoding = sum(not other.waiting for other in self.sessions.values())
-        nodes = self._granted(session, decoding)
-        self.metrics.node_budget.set(nodes)
+        grant = Grant(0, decoding)
+        if not self.guard.closed:
+            grant = self.budget.choose(decoding)
+        self.metrics.node_budget.set(grant.nodes)
         now = time.monotonic()
-        if drafting.tell_committed(session, nodes, accepted, now, self._features):
+        if drafting.tell_committed(session, grant, accepted, now, self._features):
             steps = _LEAST_STEPS if self.budget.adaptive else _LEAST_STEPS_FIXED
             seconds = session.draft.patience.seconds(self.budget.step_seconds(decoding), steps)
             session.draft.awaited_until = now + seconds if seconds else None
 
-    def _granted(self, session: Session, decoding: int) -> int:
-        """Nodes of the session's next tree; 0: plain decoding."""
-        if self.guard.closed:
-            return 0
-        grant = self.budget.choose(decoding)
-        draft = session.draft
-        if grant.trial:
-            draft.trial_nodes, draft.trials_left = grant.nodes, _TRIAL_TREES - 1
-        elif grant.nodes == 0 and draft.trials_left > 0:
-            draft.trials_left -= 1
-            return min(draft.trial_nodes, self.budget.cap(decoding))
-        return grant.nodes
-
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is free or owned by exactly one session."""
-        self.slots.check_integrity(session.slots for session in self.sessions.values())
+        """Raises AssertionError unless every slot is free, or owned by exactly one session or node
+        of the prefix tree."""
+        self.slots.check_integrity([session.table for session in self.sessions.values()])

@@ -50,6 +50,9 @@ class VerifierMetrics:
         self.stale_drafts = self._counter("stale_drafts", "Trees that came too late")
         self.malformed_drafts = self._counter("malformed_drafts", "Trees that broke the contract")
         self.preemptions = self._counter("preemptions", "Sessions whose slots were taken back")
+        self.prefix_cache_hits = self._counter(
+            "prefix_cache_hit_tokens", "Tokens that were not computed again"
+        )
         self._mean_rate: float | None = None
         self._mean_tokens: float | None = None
 
@@ -82,8 +85,9 @@ class VerifierMetrics:
     def observe_state(self, engine: "Engine") -> None:
         self.queue_depth.set(len(engine.sessions))
         self.guard_mode.set(engine.guard.closed)
-        self._kv_slots.labels(self._worker, "used").set(engine.slots.used)
-        self._kv_slots.labels(self._worker, "free").set(engine.slots.free)
+        slots = engine.slots
+        for state, number in (("used", slots.used), ("cached", slots.cached), ("free", slots.free)):
+            self._kv_slots.labels(self._worker, state).set(number)
 
     def text(self) -> str:
         """All series in Prometheus' exposition format."""

@@ -26,12 +26,14 @@ class Rows:
 class Runner:
     """The target model with its pool of token slots: K/V, and the features beside them."""
 
-    def __init__(self, model: Decoder, slots: int) -> None:
+    def __init__(self, model: Decoder, slots: int, feature_layers: tuple[int, ...] = ()) -> None:
+        """`feature_layers`: whose inputs are kept as features; none: what follows the final
+        norm."""
         self.model = model
         self.cache = model.new_cache(slots)
-        self.features = torch.zeros(
-            (slots, model.config.hidden_size), dtype=model.dtype, device=model.device
-        )
+        self.feature_layers = feature_layers
+        width = model.config.hidden_size * max(1, len(feature_layers))
+        self.features = torch.zeros((slots, width), dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Rows]) -> list[Tensor]:
@@ -48,19 +50,24 @@ class Runner:
             segments.append(Segment(stop - start, context, slots[start:stop], masks))
             start = stop
         attention = AttentionBatch(slots, positions, tuple(segments))
-        features = self.model.forward(tokens, self.cache, attention)
+        if self.feature_layers:
+            hidden, features = self.model.forward_with_inputs(
+                tokens, self.cache, attention, self.feature_layers
+            )
+        else:
+            hidden = features = self.model.forward(tokens, self.cache, attention)
         self.features.index_copy_(0, slots, features)
-        return self._logits(features, batch)
+        return self._logits(hidden, batch)
 
-    def _logits(self, features: Tensor, batch: Sequence[Rows]) -> list[Tensor]:
+    def _logits(self, hidden: Tensor, batch: Sequence[Rows]) -> list[Tensor]:
         wanted: list[int] = []
         start = 0
         for rows in batch:
             start += len(rows.tokens)
             wanted.extend(range(start - rows.logits, start))
         if not wanted:
-            return [features.new_empty((0, self.model.config.vocab_size)) for _ in batch]
-        logits = self.model.logits(features[self._ids(wanted)])
+            return [hidden.new_empty((0, self.model.config.vocab_size)) for _ in batch]
+        logits = self.model.logits(hidden[self._ids(wanted)])
         return list(torch.split(logits, [rows.logits for rows in batch]))
 
     def read_features(self, slots: Sequence[int]) -> bytes:

@@ -40,7 +40,7 @@ class StreamLink:
 
     def __init__(self, hello: verifier_pb2.Hello, loop: asyncio.AbstractEventLoop) -> None:
         self.name = hello.drafter_id
-        self.wants_features = hello.features == verifier_pb2.FEATURE_KIND_FINAL
+        self.wants_features = hello.features != verifier_pb2.FEATURE_KIND_NONE
         self._loop = loop
         self._overflown = False
         self._items: asyncio.Queue[verifier_pb2.VerifierItem | None] = asyncio.Queue()
@@ -144,8 +144,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     async def Features(  # noqa: N802
         self, request: verifier_pb2.FeatureRequest, context: Context
     ) -> AsyncIterator[verifier_pb2.FeatureChunk]:
-        width = self._model.config.hidden_size * self._model.dtype.itemsize
-        rows = max(1, FEATURE_CHUNK_BYTES // width)
+        features = self._engine.runner.features
+        rows = max(1, FEATURE_CHUNK_BYTES // (features.shape[1] * features.itemsize))
         dtype = dtype_name(self._model.dtype)
         start = request.start
         while start < request.end:
@@ -285,10 +285,20 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
                     f"{name}: drafter {hello.drafter_id} with head {hello.head} has {theirs}, "
                     f"verifier of {self._info.model} has {ours}"
                 )
-        kinds = (verifier_pb2.FEATURE_KIND_NONE, verifier_pb2.FEATURE_KIND_FINAL)
-        if hello.features not in kinds:
-            raise FailedPrecondition(f"features of kind {hello.features} are not kept here")
+        if hello.features != verifier_pb2.FEATURE_KIND_NONE:
+            self._check_features(hello)
         return hello
+
+    def _check_features(self, hello: verifier_pb2.Hello) -> None:
+        layers = self._engine.runner.feature_layers
+        own = verifier_pb2.FEATURE_KIND_EAGLE3 if layers else verifier_pb2.FEATURE_KIND_FINAL
+        wanted = _features_shown(hello.features, hello.feature_layers)
+        kept = _features_shown(own, layers)
+        if wanted != kept:
+            raise FailedPrecondition(
+                f"features: drafter {hello.drafter_id} with head {hello.head} reads {wanted}, "
+                f"verifier of {self._info.model} keeps {kept}; give both the same speculation.head"
+            )
 
     async def _read_drafts(
         self,
@@ -323,6 +333,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
                     self._engine.receive_pass(link, getattr(item, "pass"))
                 case "leave":
                     self._engine.leave(link, item.leave)
+                case "latency":
+                    self._engine.budget.observe_levels(item.latency.seconds_per_depth)
                 case _:
                     pass
 
@@ -332,6 +344,13 @@ async def _within(seconds: float, work: Awaitable[T], complaint: str) -> T:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
         raise Unavailable(f"{complaint} within {seconds:g} s") from None
+
+
+def _features_shown(kind: int, layers: Sequence[int]) -> str:
+    """Equal for equal features."""
+    if kind == verifier_pb2.FEATURE_KIND_EAGLE3:
+        return f"the inputs of layers {list(layers)}"
+    return "the final one" if kind == verifier_pb2.FEATURE_KIND_FINAL else f"those of kind {kind}"
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coppice import __version__
+from coppice.models.config import DecoderConfig
+from coppice.models.heads.loading import feature_layers, shipped_head
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target, target_hash
 from coppice.models.placement import (
@@ -21,7 +23,7 @@ from coppice.models.placement import (
     dtype_name,
     fingerprint,
 )
-from coppice.settings import Settings
+from coppice.settings import Settings, SpeculationSettings
 from coppice.tokenizer import Tokenizer
 from coppice.tree import MAX_ROWS, DraftTree
 from kernels import ops
@@ -56,7 +58,9 @@ class VerifierService:
         quantize = choose_quantization(settings.model.quantization, dtype, device)
         model = load_target(path, dtype, device, settings.model.max_context, quantize)
         self.metrics = VerifierMetrics(name)
-        self.engine = Engine(Runner(model, settings.verifier.kv_slots), settings, self.metrics)
+        layers = _feature_layers(settings.speculation, model.config)
+        runner = Runner(model, settings.verifier.kv_slots, layers)
+        self.engine = Engine(runner, settings, self.metrics)
         self.info = common_pb2.ModelInfo(
             model=settings.model.served_name or path.name,
             target_hash=target_hash(path),
@@ -127,18 +131,30 @@ class VerifierService:
             await self._health.set(name, status)
 
 
+def _feature_layers(speculation: SpeculationSettings, target: DecoderConfig) -> tuple[int, ...]:
+    """The layers whose inputs the drafters of these settings read; none: the final feature."""
+    if speculation.drafter != "eagle":
+        return ()
+    return feature_layers(speculation.head or shipped_head(), target)
+
+
 def _warm_up(engine: Engine) -> None:
-    """Measures passes of one sequence's rows before anything is served."""
+    """Measures passes of trees, one or several, before anything is served."""
+    verifier = engine.settings.verifier
     rows = 1
-    while rows <= min(MAX_ROWS, engine.settings.verifier.kv_slots):
-        masks = DraftTree(
-            tuple(range(rows - 1)), tuple(range(rows - 1)), (0.0,) * (rows - 1)
-        ).masks()
-        indices = range(rows)
+    while rows <= min(max(MAX_ROWS, verifier.row_budget), verifier.kv_slots):
+        starts = range(0, rows, MAX_ROWS)
+        trees = [_chain(start, min(MAX_ROWS, rows - start)) for start in starts]
         seconds: list[float] = []
         for _ in range(_WARM_UP_PASSES):
             started = time.monotonic()
-            engine.runner.run([Rows([0] * rows, indices, indices, [], masks, rows)])
+            engine.runner.run(trees)
             seconds.append(time.monotonic() - started)
         engine.budget.observe_step(rows, min(seconds))
         rows *= 2
+
+
+def _chain(slot: int, rows: int) -> Rows:
+    """A chain at the start of a context, in slots from `slot` on."""
+    chain = DraftTree(tuple(range(rows - 1)), tuple(range(rows - 1)), (0.0,) * (rows - 1))
+    return Rows([0] * rows, range(rows), range(slot, slot + rows), [], chain.masks(), rows)

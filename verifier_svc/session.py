@@ -11,6 +11,7 @@ from coppice.stopping import Finish, Stopper
 from coppice.tree import MAX_ROWS, DraftTree
 from protos import common_pb2, verifier_pb2
 from verifier_svc.awaiting import Asks, Patience
+from verifier_svc.slot_pool import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,6 @@ class DraftState:
     exact: bool = False  # the tree came in time, not re-rooted
     awaited_until: float | None = None
     granted: int = 0  # nodes of a tree at most
-    trial_nodes: int = 0
-    trials_left: int = 0
     patience: Patience = field(default_factory=Patience)
     asks: Asks = field(default_factory=Asks)
 
@@ -83,9 +82,18 @@ class Session:
     sink: Callable[[StepEvent], None]
     speculation: bool
     draft: DraftState
-    slots: list[int] = field(default_factory=list[int])
-    waiting: bool = True
+    table: PageTable = field(default_factory=PageTable)
+    waiting: bool = True  # not admitted yet, or preempted
     stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
+
+    @property
+    def slots(self) -> list[int]:
+        return self.table.slots
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it will have in the end, at most."""
+        return len(self.tokens) + self.stopper.left
 
     @property
     def pending(self) -> int:

@@ -53,8 +53,12 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     engine.timings.verify += verified - started
     engine.timings.commit += done - verified
     engine.metrics.verify_latency.observe(verified - started)
-    if not any(work.prefill for work in works):
-        engine.budget.observe_step(sum(work.tree.rows for work in works), done - started)
+    prompt = sum(len(work.slots) for work in works if work.prefill)
+    rows = sum(work.tree.rows for work in works if not work.prefill)
+    if not prompt:
+        engine.budget.observe_step(rows, done - started)
+    elif rows:
+        engine.pace.observe(prompt, done - started, engine.budget.step_seconds(rows))
 
 
 def _take(engine: "Engine", share: Share) -> Work:
@@ -83,6 +87,7 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
     session = work.session
     if not work.samples:
         session.slots.extend(work.slots)
+        engine.slots.share(session.table, session.tokens)
         return
     logprobs: list[Logprobs] = []
     try:
@@ -91,14 +96,16 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
         # What one request's parameters or the target's own numbers broke ends that request alone.
         log.exception("session %s: sampling failed", session.session_id)
         engine.slots.release(work.slots)
+        engine.slots.discard(session.table)  # what may be broken is not for others
         engine.close(session, CoppiceError(f"sampling failed: {error}"))
         return
     if work.prefill:
-        kept = work.slots
+        session.slots.extend(work.slots)
+        engine.slots.share(session.table, session.tokens)
     else:
         kept = [work.slots[row] for row in walked.rows]
         engine.slots.release(set(work.slots) - set(kept))
-    session.slots.extend(kept)
+        session.slots.extend(kept)
     _report(engine, work, walked, logprobs, finish)
     if finish is not None:
         engine.close(session, None)

@@ -52,6 +52,11 @@ class Checkpoint:
             shards.update((name, path) for name in _tensor_names(path))
         return cls(shards)
 
+    @classmethod
+    def of_file(cls, path: Path) -> "Checkpoint":
+        """All tensors of one file. Raises StartError when it is not safetensors."""
+        return cls(dict.fromkeys(_tensor_names(path), path))
+
     def __contains__(self, name: str) -> bool:
         return name in self.shards
 
@@ -62,22 +67,33 @@ class Checkpoint:
         shape, is not of floats, or holds NaN or infinity."""
         if name not in self.shards:
             raise StartError(f"checkpoint: tensor {name} {list(shape)} is missing")
+        what = f"{self.shards[name]}: tensor {name}"
+        return converted(self.raw(name), what, shape, dtype, device)
+
+    def raw(self, name: str) -> Tensor:
+        """The tensor `name`, one of `shards`, as it is stored."""
         path = self.shards[name]
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                tensor: Tensor = file.get_tensor(name)
+                return file.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise StartError(f"{path}: tensor {name} cannot be read: {error}") from None
-        if list(tensor.shape) != list(shape):
-            found = list(tensor.shape)
-            raise StartError(f"{path}: tensor {name} is {found}, expected {list(shape)}")
-        if not tensor.is_floating_point():
-            raise StartError(f"{path}: tensor {name} is of {tensor.dtype}, expected floats")
-        # A copy: what stays mapped from the file would change or fault when the file does.
-        converted = tensor.to(device=device, dtype=dtype, copy=True)
-        if not bool(torch.isfinite(converted).all()):
-            raise StartError(f"{path}: tensor {name} holds NaN or infinity in {dtype}")
-        return converted
+
+
+def converted(
+    tensor: Tensor, what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A copy of a stored tensor [shape] in `dtype` on `device`. Raises StartError that begins with
+    `what` when it has another shape, is not of floats, or holds NaN or infinity."""
+    if list(tensor.shape) != list(shape):
+        raise StartError(f"{what} is {list(tensor.shape)}, expected {list(shape)}")
+    if not tensor.is_floating_point():
+        raise StartError(f"{what} is of {tensor.dtype}, expected floats")
+    # A copy: what stays mapped from the file would change or fault when the file does.
+    own = tensor.to(device=device, dtype=dtype, copy=True)
+    if not bool(torch.isfinite(own).all()):
+        raise StartError(f"{what} holds NaN or infinity in {dtype}")
+    return own
 
 
 def _weight_map(path: Path) -> dict[str, str]:

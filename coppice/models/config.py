@@ -71,7 +71,7 @@ class DecoderConfig:
         frozen. Raises StartError that names what is missing or not supported.
         """
         _refuse_other_architectures(config)
-        published = _parse(_PublishedConfig, config, "config.json")
+        published = parse_published(_PublishedConfig, config, "config.json")
         rope = _rope_config(config, published)
         context = _context(published, rope, max_context)
         _refuse_sliding_window(published, context)
@@ -151,7 +151,8 @@ class _PublishedRope(BaseModel):
 M = TypeVar("M", bound=BaseModel)
 
 
-def _parse(kind: type[M], values: Mapping[str, Any], where: str) -> M:
+def parse_published(kind: type[M], values: Mapping[str, Any], where: str) -> M:
+    """Checked values. Raises StartError that names the first one which does not fit."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
@@ -193,7 +194,7 @@ def _rope_config(config: Mapping[str, Any], published: _PublishedConfig) -> Rope
             f"config.json: rope type {found!r} is not supported; it must be one of "
             f"{', '.join(SUPPORTED_ROPE_KINDS)}"
         )
-    rope = _parse(_PublishedRope, values, "config.json: rope parameters")
+    rope = parse_published(_PublishedRope, values, "config.json: rope parameters")
     partial = config.get("partial_rotary_factor") or rope.partial_rotary_factor
     if partial != 1.0:
         raise StartError(f"config.json: partial_rotary_factor = {partial} is not supported; only 1")

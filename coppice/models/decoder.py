@@ -88,7 +88,15 @@ def decoder_layer(
     if weights.input_norm is not None:
         normed = ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
     mixed = attention(normed, weights, config, angles, cache, layer, batch)
-    hidden = ops.linear(mixed, weights.o, weights.o_bias, residual=hidden)
+    return after_attention(mixed, hidden, weights, config)
+
+
+def after_attention(
+    mixed: Tensor, residual: Tensor, weights: LayerWeights, config: DecoderConfig
+) -> Tensor:
+    """The rest of a layer, from mixed heads [rows, heads * head_dim] and what they are added to
+    [rows, hidden] -> [rows, hidden]."""
+    hidden = ops.linear(mixed, weights.o, weights.o_bias, residual=residual)
     normed = ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
     gated = ops.gated_linear(normed, weights.gate_up, weights.gate_up_bias)
     return ops.linear(gated, weights.down, weights.down_bias, residual=hidden)
@@ -141,6 +149,26 @@ class Decoder:
         layers = self.weights.layers
         hidden = decoder_layers(hidden, layers, self.config, angles, cache, batch)
         return ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+
+    def forward_with_inputs(
+        self, tokens: Tensor, cache: KVCache, batch: AttentionBatch, wanted: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, bit for bit, and beside it the inputs of the layers `wanted` (each
+        in [0, layers], where the last stands for the output of all), side by side in their order:
+        [rows, len(wanted) * hidden]."""
+        hidden = self.weights.embedding[tokens]
+        angles = self.rotary(batch.positions)
+        inputs: dict[int, Tensor] = {}
+        start = 0
+        for stop in sorted({*wanted, self.config.layers}):
+            if stop > start:
+                part = self.weights.layers[start:stop]
+                pools = KVCache(cache.k[start:stop], cache.v[start:stop])
+                hidden = decoder_layers(hidden, part, self.config, angles, pools, batch)
+            inputs[stop] = hidden
+            start = stop
+        features = ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        return features, torch.cat([inputs[layer] for layer in wanted], -1)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [rows, vocab] in fp32 of features [rows, hidden]."""

@@ -55,6 +55,19 @@ def load_target(
     return Decoder(config, weights, rotary_table(config, device), quantize)
 
 
+def load_embeddings(
+    path: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Embedding and LM head, both [vocab, hidden], of the target in the directory `path`, without
+    its layers. They are one tensor when the target ties them."""
+    checkpoint = Checkpoint.open(path)
+    shape = (config.vocab_size, config.hidden_size)
+    embedding = checkpoint.tensor("model.embed_tokens.weight", shape, dtype, device)
+    if config.tied_embeddings:
+        return embedding, embedding
+    return embedding, checkpoint.tensor("lm_head.weight", shape, dtype, device)
+
+
 def read_config(path: Path, max_context: int | None = None) -> DecoderConfig:
     """The shape of the model in `path`. The ids that end a text are `generation_config.json`'s
     where it has any, as in transformers: chat models list more of them there."""

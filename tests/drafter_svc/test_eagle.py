@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import coppice
-from coppice.models.eagle_head import load_eagle_head
+from coppice.models.heads.head import DraftHead
+from coppice.models.heads.loading import load_head
 from coppice.models.loading import read_config
 from coppice.tree import DraftTree
 from drafter_svc.drafter import DraftRequest, FeatureRows
-from drafter_svc.eagle import EagleDrafter
+from drafter_svc.eagle import EagleNetwork
+from drafter_svc.growing import GrowingDrafter
+from drafter_svc.tree_builder import DynamicPolicy
 
 MakeHead = Callable[..., Any]
 
@@ -25,6 +28,10 @@ def story(seed: int, length: int, vocab: int = 60, hidden: int = 32) -> tuple[li
     noise = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab, (length,), generator=noise).tolist()
     return tokens, torch.randn(length - 1, hidden, generator=noise) * 2
+
+
+def eagle_drafter(head: DraftHead, kv_slots: int, top_k: int, depth: int) -> GrowingDrafter:
+    return GrowingDrafter(EagleNetwork(head), kv_slots, DynamicPolicy(top_k, depth))
 
 
 def request(
@@ -49,23 +56,21 @@ def test_a_tree_equals_the_slow_reference(
 ) -> None:
     tiny = make_tiny_head(seed, bias=seed % 2 == 0)
     tokens, features = story(seed, 5 + 3 * seed)
-    drafter = EagleDrafter(tiny.head, 256, top_k, depth)
+    drafter = eagle_drafter(tiny.head, 256, top_k, depth)
     [tree] = drafter.propose([request("s", tokens, features, nodes)])
     assert_same(tree, tiny.reference.tree(tokens, features, nodes, top_k, depth))
     drafter.check_integrity()
 
 
 def test_the_shipped_head_grows_the_tree_of_the_slow_reference(make_tiny_head: MakeHead) -> None:
-    directory = Path(coppice.__file__).parent / "data" / "eagle2-smollm2-135m-first"
+    directory = Path(coppice.__file__).parent / "data" / "eagle2-smollm2-135m"
     noise = torch.Generator().manual_seed(0)
     embedding = torch.randn(49152, 576, generator=noise) * 0.12
     config = read_config(directory)
-    head = load_eagle_head(
-        directory, config, embedding, embedding, torch.float32, torch.device("cpu")
-    )
+    head = load_head(directory, config, embedding, embedding, torch.float32, torch.device("cpu"))
     reference = type(make_tiny_head().reference)(directory, embedding, embedding)
     tokens, features = story(1, 12, 49152, 576)
-    [tree] = EagleDrafter(head, 256, 4, 4).propose([request("s", tokens, features, 24)])
+    [tree] = eagle_drafter(head, 256, 4, 4).propose([request("s", tokens, features, 24)])
     assert_same(tree, reference.tree(tokens, features, 24, 4, 4))
 
 
@@ -73,7 +78,7 @@ def test_a_batch_of_different_needs_grows_the_trees_of_single_requests(
     make_tiny_head: MakeHead,
 ) -> None:
     tiny = make_tiny_head(3)
-    drafter = EagleDrafter(tiny.head, 1024, 4, 6)
+    drafter = eagle_drafter(tiny.head, 1024, 4, 6)
     needs = [("a", 4, 15), ("b", 30, 3), ("c", 2, 63), ("d", 9, 1), ("e", 400, 7)]
     stories = {name: story(seed, length) for seed, (name, length, _) in enumerate(needs)}
     trees = drafter.propose([request(name, *stories[name], budget) for name, _, budget in needs])
@@ -87,7 +92,7 @@ def test_a_session_that_grows_sends_only_new_features_and_drafts_the_same(
 ) -> None:
     tiny = make_tiny_head(4)
     tokens, features = story(4, 40)
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     known = 0
     for length in (5, 6, 9, 40):
         assert drafter.features_needed("s", tokens[:length]) == known
@@ -100,7 +105,7 @@ def test_a_session_that_grows_sends_only_new_features_and_drafts_the_same(
 def test_the_same_request_again_needs_no_features(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
     tokens, features = story(5, 10)
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     [first] = drafter.propose([request("s", tokens, features, 9)])
     assert drafter.features_needed("s", tokens) == 9
     [again] = drafter.propose([DraftRequest("s", tokens, 9)])
@@ -110,7 +115,7 @@ def test_the_same_request_again_needs_no_features(make_tiny_head: MakeHead) -> N
 def test_other_tokens_roll_the_cache_back_to_the_common_ones(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
     tokens, features = story(6, 20)
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     drafter.propose([request("s", tokens, features, 9)])
     other = [*tokens[:12], (tokens[12] + 1) % 60, 7]
     # Pair t holds token t + 1: the first 11 pairs are common.
@@ -123,7 +128,7 @@ def test_other_tokens_roll_the_cache_back_to_the_common_ones(make_tiny_head: Mak
 def test_a_shorter_session_runs_its_last_pair_again(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
     tokens, features = story(7, 20)
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     drafter.propose([request("s", tokens, features, 9)])
     assert drafter.features_needed("s", tokens[:8]) == 6
     [tree] = drafter.propose([request("s", tokens[:8], features[:7], 9, start=6)])
@@ -133,7 +138,7 @@ def test_a_shorter_session_runs_its_last_pair_again(make_tiny_head: MakeHead) ->
 
 def test_missing_features_cost_the_tree_of_that_session_alone(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     tokens, features = story(8, 10)
     lacking = [
         DraftRequest("none", tokens, 9),
@@ -150,7 +155,7 @@ def test_missing_features_cost_the_tree_of_that_session_alone(make_tiny_head: Ma
 
 def test_without_a_budget_the_features_are_taken_in(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     tokens, features = story(8, 10)
     assert drafter.propose([request("s", tokens, features, 0)]) == [DraftTree()]
     assert drafter.features_needed("s", tokens) == 9
@@ -160,7 +165,7 @@ def test_without_a_budget_the_features_are_taken_in(make_tiny_head: MakeHead) ->
 
 def test_nan_features_propose_nothing_and_spoil_no_neighbour(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     tokens, features = story(9, 10)
     broken = torch.full_like(features, torch.nan)
     bad, good = drafter.propose(
@@ -172,7 +177,7 @@ def test_nan_features_propose_nothing_and_spoil_no_neighbour(make_tiny_head: Mak
 
 def test_the_least_recently_used_session_makes_room(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 100, 2, 2)
+    drafter = eagle_drafter(tiny.head, 100, 2, 2)
     tokens, features = story(10, 41)
     for name in ("a", "b"):
         drafter.propose([request(name, tokens, features, 5)])
@@ -185,7 +190,7 @@ def test_the_least_recently_used_session_makes_room(make_tiny_head: MakeHead) ->
 
 def test_sessions_of_one_batch_do_not_evict_each_other(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 64, 2, 2)
+    drafter = eagle_drafter(tiny.head, 64, 2, 2)
     tokens, features = story(11, 41)
     first, second = drafter.propose([request(name, tokens, features, 5) for name in ("a", "b")])
     assert (len(first), len(second)) == (5, 0)
@@ -194,7 +199,7 @@ def test_sessions_of_one_batch_do_not_evict_each_other(make_tiny_head: MakeHead)
 
 def test_a_session_longer_than_the_pool_gets_an_empty_tree(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 64, 2, 2)
+    drafter = eagle_drafter(tiny.head, 64, 2, 2)
     tokens, features = story(12, 80)
     assert drafter.features_needed("long", tokens) == 79
     assert drafter.propose([request("long", tokens, features, 5)]) == [DraftTree()]
@@ -206,7 +211,7 @@ def test_beyond_the_heads_context_only_its_last_part_is_read(make_tiny_head: Mak
     tokens, features = story(13, 700)
     trees: list[DraftTree] = []
     for changed in (0, 600, 680):
-        drafter = EagleDrafter(tiny.head, 2048, 4, 4)
+        drafter = eagle_drafter(tiny.head, 2048, 4, 4)
         given = features.clone()
         given[:changed] += 1.0
         drafter.propose([request("s", tokens[:690], given[:689], 0)])
@@ -218,7 +223,7 @@ def test_beyond_the_heads_context_only_its_last_part_is_read(make_tiny_head: Mak
 
 def test_a_failing_pass_leaves_no_slot_behind(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     tokens, features = story(14, 10)
     with pytest.raises(IndexError):
         drafter.propose([request("s", [*tokens[:-1], 60_000], features, 9)])
@@ -228,7 +233,7 @@ def test_a_failing_pass_leaves_no_slot_behind(make_tiny_head: MakeHead) -> None:
 
 def test_a_forgotten_session_starts_anew(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 256, 4, 4)
+    drafter = eagle_drafter(tiny.head, 256, 4, 4)
     tokens, features = story(15, 10)
     drafter.propose([request("s", tokens, features, 9)])
     drafter.forget("s")
@@ -245,7 +250,7 @@ def test_no_slot_is_lost_whatever_sessions_do(
     make_tiny_head: MakeHead, data: st.DataObject
 ) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 64, 3, 3)
+    drafter = eagle_drafter(tiny.head, 64, 3, 3)
     stories = {name: story(seed, 60) for seed, name in enumerate("abc")}
     for _ in range(data.draw(st.integers(1, 8))):
         names = data.draw(st.lists(st.sampled_from("abc"), unique=True))
@@ -264,7 +269,7 @@ def test_no_slot_is_lost_whatever_sessions_do(
 
 def test_the_times_of_every_level_are_reported(make_tiny_head: MakeHead) -> None:
     tiny = make_tiny_head()
-    drafter = EagleDrafter(tiny.head, 256, 4, 3)
+    drafter = eagle_drafter(tiny.head, 256, 4, 3)
     tokens, features = story(16, 10)
     drafter.propose([request("s", tokens, features, 20)])
     assert len(drafter.times.seconds_per_depth) == 3

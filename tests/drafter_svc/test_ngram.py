@@ -28,11 +28,17 @@ def test_the_longest_suffix_decides() -> None:
 
 
 def test_several_occurrences_are_merged_and_the_more_frequent_comes_first() -> None:
-    tree = propose([1, 5, 6, 1, 5, 7, 1, 8, 8, 1], depth=2)
-    assert tree.tokens == (5, 8, 6, 7, 8)
-    assert tree.parents == (0, 0, 1, 1, 2)
-    half, quarter, sixth = math.log(2 / 4), math.log(1 / 4), math.log(2 / 4 * 1 / 3)
-    assert list(tree.scores) == pytest.approx([half, quarter, sixth, sixth, math.log(1 / 8)])
+    tree = propose([1, 5, 6, 1, 5, 7, 1, 8, 9, 1], depth=2)
+    assert tree.tokens[:2] == (5, 8)
+    words = [0, *tree.tokens]
+    nodes = zip(tree.parents, tree.tokens, tree.scores, strict=True)
+    found = {(words[parent], token): math.exp(score) for parent, token, score in nodes}
+    # Behind a suffix of one token 2 tries, 1 hit, so 2 / 4; of two tokens 1 and 0, so 1 / 3.
+    five, eight = 2 / 3 * 2 / 4, 1 / 3 * 2 / 4
+    six_or_seven, nine = five * 1 / 2 * 1 / 3, eight * 1 / 3
+    assert found == pytest.approx(
+        {(0, 5): five, (0, 8): eight, (5, 6): six_or_seven, (5, 7): six_or_seven, (8, 9): nine}
+    )
 
 
 def test_text_without_repetition_proposes_nothing() -> None:
@@ -69,6 +75,40 @@ def test_every_path_was_seen_and_the_tree_keeps_the_contract(
         path = [*paths[parent], token]
         paths.append(path)
         assert any(tokens[start : start + len(path)] == path for start in starts)
+
+
+def reference_hit_rate(tokens: list[int], length: int) -> float:
+    """Over all beginnings of the text, by plain search."""
+    tried = foretold = 0
+    for end in range(1, len(tokens)):
+        text = tokens[:end]
+        for n in range(min(LONGEST_SUFFIX, end), 0, -1):
+            found = [i for i in range(n, end) if text[i - n : i] == text[end - n :]]
+            if found:
+                followers = [text[i] for i in found[-OCCURRENCES:]]
+                tried += n == length
+                foretold += n == length and tokens[end] in followers
+                break
+    return (foretold + 1) / (tried + 2)
+
+
+@given(tokens=texts)
+def test_the_root_s_children_score_their_frequency_times_the_hit_rate(tokens: list[int]) -> None:
+    starts = reference_continuations(tokens)
+    suffix = max(
+        (
+            n
+            for n in range(1, LONGEST_SUFFIX + 1)
+            for i in starts
+            if tokens[i - n : i] == tokens[-n:]
+        ),
+        default=0,
+    )
+    tree = propose(tokens, budget=63, depth=1)
+    followers = [tokens[start] for start in starts]
+    for token, score in zip(tree.tokens, tree.scores, strict=True):
+        frequency = followers.count(token) / len(followers)
+        assert score == pytest.approx(math.log(frequency * reference_hit_rate(tokens, suffix)))
 
 
 @given(tokens=texts, cuts=st.lists(st.integers(0, 60), max_size=5))

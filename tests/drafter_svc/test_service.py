@@ -14,9 +14,11 @@ from torch import Tensor
 from coppice.errors import FailedPrecondition
 from coppice.tree import DraftTree
 from drafter_svc.drafter import DraftRequest, FeatureRows
-from drafter_svc.eagle import EagleDrafter
+from drafter_svc.eagle import EagleNetwork
+from drafter_svc.growing import GrowingDrafter
 from drafter_svc.ngram import NgramDrafter
 from drafter_svc.service import DrafterService
+from drafter_svc.tree_builder import DynamicPolicy
 from drafter_svc.verifier_client import Deadlines
 from protos import common_pb2
 from protos import verifier_pb2 as pb
@@ -150,15 +152,22 @@ def committed(
     )
 
 
+def eagle_drafter(make_tiny_head: Callable[..., Any], kv_slots: int) -> GrowingDrafter:
+    network = EagleNetwork(make_tiny_head().head)
+    return GrowingDrafter(network, kv_slots, DynamicPolicy(4, 4))
+
+
 @pytest.fixture
-def make_drafter(make_tiny_head: Callable[..., Any]) -> Callable[[], EagleDrafter]:
-    return lambda: EagleDrafter(make_tiny_head().head, 2048, 4, 4)
+def make_drafter(make_tiny_head: Callable[..., Any]) -> Callable[[], GrowingDrafter]:
+    return lambda: eagle_drafter(make_tiny_head, 2048)
 
 
-MakeDrafter = Callable[[], EagleDrafter]
+MakeDrafter = Callable[[], GrowingDrafter]
 
 
-def assert_drafted_from(tree: pb.Tree, length: int, drafter: EagleDrafter, budget: int = 9) -> None:
+def assert_drafted_from(
+    tree: pb.Tree, length: int, drafter: GrowingDrafter, budget: int = 9
+) -> None:
     """The tree is that of a drafter that is given everything at once."""
     whole = DraftRequest("w", TOKENS[:length], budget, FeatureRows(0, FEATURES[: length - 1]))
     [expected] = drafter.propose([whole])
@@ -194,6 +203,32 @@ async def test_a_joining_drafter_pulls_what_it_lacks_and_then_lives_on_what_is_p
     [hello] = verifier.hellos
     assert (hello.drafter_id, hello.hidden_size, hello.vocab_size) == ("drafter-7", 32, 60)
     assert hello.features == pb.FEATURE_KIND_FINAL
+
+
+async def test_an_eagle3_head_says_which_layers_it_reads_and_gets_rows_as_wide(
+    make_tiny_eagle3_head: Callable[..., Any],
+) -> None:
+    wide = torch.randn(20, 96, generator=torch.Generator().manual_seed(3))
+    verifier = ScriptedVerifier(wide)
+    policy = DynamicPolicy(4, 4)
+    network = EagleNetwork(make_tiny_eagle3_head().head)
+    async with serving(verifier) as address, running(GrowingDrafter(network, 256, policy)) as own:
+        await own.attach("s", address, 1)
+        await verifier.hear("join")
+        for start, end in ((0, 10), (10, 12)):
+            message = committed(start, end)
+            if start:
+                message.features_from = start - 1
+                message.features = wide[start - 1 : end - 1].numpy().tobytes()
+            verifier.commit(message)
+            heard = await verifier.hear("tree")
+            request = DraftRequest("s", TOKENS[:end], 9, FeatureRows(0, wide[: end - 1]))
+            [expected] = GrowingDrafter(network, 256, policy).propose([request])
+            assert list(heard.tokens) == list(expected.tokens)
+        assert verifier.pulled == [(0, 9)]
+    [hello] = verifier.hellos
+    assert (hello.features, hello.hidden_size) == (pb.FEATURE_KIND_EAGLE3, 32)
+    assert list(hello.feature_layers) == [2, 3, 3]
 
 
 async def test_every_draft_has_an_id_of_its_own_and_its_times_are_reported(
@@ -246,7 +281,7 @@ async def test_when_two_sessions_do_not_fit_one_drafts_and_one_passes(
     make_tiny_head: Callable[..., Any],
 ) -> None:
     verifier = ScriptedVerifier(FEATURES)
-    drafter = EagleDrafter(make_tiny_head().head, 700, 4, 4)
+    drafter = eagle_drafter(make_tiny_head, 700)
     async with serving(verifier) as address, running(drafter) as service:
         for session in ("first", "second"):
             await service.attach(session, address, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coppice.models.config import DecoderConfig, RopeConfig
-from coppice.models.decoder import Decoder, DecoderWeights, RotaryTable
+from coppice.models.decoder import Decoder, DecoderWeights, RotaryTable, decoder_layer
 from kernels import ops
 from kernels.batch import AttentionBatch, KVCache, Segment
 from kernels.cpu.backend import CpuBackend
@@ -98,6 +98,28 @@ def test_a_tree_step_is_bit_equal_to_plain_steps(
             _, plain, logits = in_chunks(model, torch.cat((tokens, drafted[way])), 1)
             assert torch.equal(plain[70:], features[way])
             assert torch.equal(logits[70:], model.logits(features)[way])
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("wanted", [(1, 0, 2), (1,), (0, 0), (2, 1)])
+def test_inputs_of_layers_change_no_bit_of_the_rest(
+    chosen: CpuBackend, dtype: torch.dtype, wanted: tuple[int, ...], quantize: bool
+) -> None:
+    model, tokens = tiny(dtype, quantize=quantize), torch.randint(0, VOCAB, (40,))
+    slots = torch.randperm(50)[:40]
+    batch = AttentionBatch(slots, torch.arange(40), (Segment(40, slots[:0], slots, None),))
+    angles, layers = model.rotary(batch.positions), model.weights.layers
+    with torch.inference_mode():
+        plain_cache, cache, other = (model.new_cache(50) for _ in range(3))
+        plain = model.forward(tokens, plain_cache, batch)
+        features, inputs = model.forward_with_inputs(tokens, cache, batch, wanted)
+        steps = [model.weights.embedding[tokens]]
+        for index, layer in enumerate(layers):
+            steps.append(decoder_layer(steps[-1], layer, model.config, angles, other, index, batch))
+    assert torch.equal(features, plain)
+    assert torch.equal(cache.k, plain_cache.k)
+    assert torch.equal(cache.v, plain_cache.v)
+    assert torch.equal(inputs, torch.cat([steps[layer] for layer in wanted], -1))
 
 
 @pytest.mark.parametrize("quantize", [False, True])

@@ -129,9 +129,9 @@ class Link:
         return [item for item in self.items if item.WhichOneof("item") == kind]
 
 
-def make_bench(**groups: dict[str, object]) -> Bench:
+def make_bench(feature_layers: tuple[int, ...] = (), **groups: dict[str, object]) -> Bench:
     settings = Settings.model_validate({"speculation": {"budget": "fixed"}, **groups})
-    runner = Runner(tiny_decoder(), settings.verifier.kv_slots)
+    runner = Runner(tiny_decoder(), settings.verifier.kv_slots, feature_layers)
     return Bench(Engine(runner, settings, VerifierMetrics("test")))
 
 

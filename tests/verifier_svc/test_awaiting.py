@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier_svc.awaiting import Asks, Patience
+from verifier_svc.budget import Grant
 
 
 def test_a_drafter_that_has_just_joined_is_not_awaited_until_its_first_tree() -> None:
@@ -57,15 +58,15 @@ def test_a_drafter_that_is_never_in_time_costs_ever_fewer_waits(history: list[st
 
 
 def test_asks_time_only_what_was_asked_of_an_idle_drafter() -> None:
-    asks = Asks()
-    asks.add(10, at=1.0, nodes=7, in_play=True)
-    assert asks.overdue(1.5) == (7, 0.5)
-    asks.add(11, at=2.0, nodes=7, in_play=True)
+    asks, seven, three = Asks(), Grant(7, 1), Grant(3, 1)
+    asks.add(10, at=1.0, grant=seven, in_play=True)
+    assert asks.overdue(1.5) == (seven, 0.5)
+    asks.add(11, at=2.0, grant=seven, in_play=True)
     assert asks.overdue(2.5) is None  # still busy with the one before
-    assert asks.answered(10, 3.0) == (7, 2.0)
+    assert asks.answered(10, 3.0) == (seven, 2.0)
     assert asks.answered(11, 3.5) is None
-    asks.add(12, at=4.0, nodes=3, in_play=False)
+    asks.add(12, at=4.0, grant=three, in_play=False)
     assert asks.answered(12, 9.0) is None  # features were pulled
-    asks.add(13, at=10.0, nodes=3, in_play=True)
-    assert asks.answered(13, 10.25) == (3, 0.25)
+    asks.add(13, at=10.0, grant=three, in_play=True)
+    assert asks.answered(13, 10.25) == (three, 0.25)
     assert asks.answered(13, 11.0) is None

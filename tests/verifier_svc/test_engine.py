@@ -351,6 +351,37 @@ def test_after_the_guard_the_drafter_catches_up_without_pushed_features(
     assert common_pb2.DECODING_MODE_SPECULATIVE in modes
 
 
+def test_while_the_guard_is_closed_drafters_hear_nothing_and_coming_back_costs_one_catch_up(
+    new_bench, new_link
+) -> None:
+    bench = new_bench(guard={"enter": 2, "exit": 2, "dwell_seconds": 0.0})
+    link = new_link(bench.engine, lambda message: tree(message, [1], [0]))
+    session = bench.open("long", PROMPT, stopping=StoppingParams(max_tokens=60, ignore_eos=True))
+    link.join("long")
+    for _ in range(5):
+        bench.engine.step(block=False)
+    for name in ("short", "other"):
+        bench.open(name, PROMPT, stopping=StoppingParams(max_tokens=12, ignore_eos=True))
+    bench.engine.step(block=False)
+    assert bench.engine.guard.closed
+    heard, asked = list(link.items), link.sent("committed")[-1].committed
+    assert heard[-1].WhichOneof("item") == "paused"
+    while bench.engine.guard.closed:
+        # A tree that was on its way is verified by nobody.
+        bench.engine.receive_tree(link, tree(asked, [session.tokens[asked.base_length]], [0]))
+        bench.engine.step(block=False)
+        if bench.engine.guard.closed:
+            assert link.items == heard
+    bench.run()
+    after = [item.committed for item in link.items[len(heard) :] if item.HasField("committed")]
+    assert len(after) > 2
+    # One message without features, after which the drafter pulls; from then on they are pushed.
+    assert [bool(message.features) for message in after] == [False] + [True] * (len(after) - 1)
+    guarded = [e for e in bench.events["long"] if e.mode == common_pb2.DECODING_MODE_GUARDED]
+    assert guarded
+    assert all(event.nodes == 0 for event in guarded)
+
+
 @pytest.mark.parametrize(("answered", "missed"), [(0, 0), (2, 3)])
 def test_a_drafter_is_awaited_once_it_keeps_up_and_no_more_after_misses(
     new_bench, new_link, answered: int, missed: int

@@ -3,20 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.scheduler import Limits, Plan, SessionView, Share, plan
+from verifier_svc.scheduler import Limits, Plan, SessionView, Share, admits, plan
 
-LIMITS = Limits(prefill_chunk=8, row_budget=16, headroom=4)
+LIMITS = Limits(prefill_chunk=8, prefill_beside=5, row_budget=16, headroom=4)
 
 
-def view(
-    name: str,
-    pending: int = 1,
-    held: int = 3,
-    waiting: bool = False,
-    nodes: int = 0,
-    until: float | None = None,
-) -> SessionView:
-    return SessionView(name, waiting, pending, 0 if waiting else held, nodes, until)
+def view(name: str, pending: int = 1, nodes: int = 0, until: float | None = None) -> SessionView:
+    return SessionView(name, pending, nodes, until)
 
 
 def test_nothing_to_do_waits_for_a_message() -> None:
@@ -28,13 +21,24 @@ def test_trees_single_tokens_and_prefill_chunks_share_a_pass() -> None:
     assert plan(views, 100, LIMITS).shares == (
         Share("tree", 1, 5),
         Share("plain"),
-        Share("prompt", 8),
+        Share("prompt", 5),
     )
 
 
 def test_the_prefill_budget_is_shared_in_order_of_arrival() -> None:
     views = [view("first", pending=5), view("second", pending=5), view("third", pending=5)]
     assert plan(views, 100, LIMITS).shares == (Share("first", 5), Share("second", 3))
+
+
+def test_prompts_are_read_in_smaller_chunks_while_others_decode() -> None:
+    prompts = [view("first", pending=4), view("second", pending=20)]
+    alone = plan(prompts, 100, LIMITS).shares
+    assert alone == (Share("first", 4), Share("second", 4))
+    beside = plan([view("streams"), *prompts], 100, LIMITS).shares
+    assert beside == (Share("streams"), Share("first", 4), Share("second", 1))
+    # Whoever waits for a tree streams as well: it may come at any time.
+    awaiting = plan([view("awaits", until=9.0), *prompts], 100, LIMITS).shares
+    assert awaiting == (Share("first", 4), Share("second", 1))
 
 
 def test_trees_are_cut_to_the_row_budget() -> None:
@@ -54,19 +58,21 @@ def test_plain_decoding_does_not_wait_for_the_drafts_of_others() -> None:
     assert plan(views, 100, LIMITS).shares == (Share("plain"), Share("ready", 1, 3))
 
 
+def test_a_few_who_decode_plainly_wait_for_the_trees_of_many() -> None:
+    views = [view("plain"), view("one", until=7.0), view("other", until=5.0)]
+    assert plan(views, 100, LIMITS) == Plan(wait_until=5.0)
+    assert plan([*views, view("second")], 100, LIMITS).shares == (Share("plain"), Share("second"))
+
+
 def test_a_prompt_does_not_wait_for_drafts() -> None:
     views = [view("ready", nodes=3), view("late", until=2.0), view("prompt", pending=4)]
     assert plan(views, 100, LIMITS).shares == (Share("ready", 1, 3), Share("prompt", 4))
 
 
-def test_admission_is_first_come_first_served() -> None:
-    views = [
-        view("running"),
-        view("big", pending=30, waiting=True),
-        view("small", pending=2, waiting=True),
-    ]
-    assert plan(views, 20, LIMITS).admitted == ()
-    assert plan(views, 60, LIMITS).admitted == ("big", "small")
+def test_what_running_prompts_lack_is_spoken_for() -> None:
+    assert admits(10, 20, [1, 5], LIMITS)
+    assert not admits(10, 20, [2, 5], LIMITS)
+    assert admits(100, 20, [], LIMITS), "alone in the pool every session fits"
 
 
 def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
@@ -76,7 +82,8 @@ def test_drafts_are_dropped_before_anybody_is_preempted() -> None:
 
 def test_the_youngest_is_preempted_when_slots_run_out() -> None:
     views = [view("old"), view("middle"), view("young")]
-    assert plan(views, 1, LIMITS) == Plan((Share("old"), Share("middle")), (), ("young",))
+    assert plan(views, 2, LIMITS) == Plan(preempted="young")
+    assert plan(views[:2], 2, LIMITS) == Plan((Share("old"), Share("middle")))
 
 
 @st.composite
@@ -85,27 +92,24 @@ def states(draw: st.DrawFn) -> tuple[list[SessionView], int]:
         view(
             str(index),
             pending=draw(st.integers(1, 30)),
-            held=draw(st.integers(0, 30)),
-            waiting=draw(st.booleans()),
             nodes=draw(st.integers(0, 20)),
             until=draw(st.sampled_from([None, None, 0.5, 1.5])),
         )
         for index in range(draw(st.integers(1, 8)))
     ]
-    return views, draw(st.integers(0, 60))
+    # A session alone in the pool fits by admission.
+    return views, draw(st.integers(views[0].pending if len(views) == 1 else 0, 60))
 
 
 @given(states())
-def test_a_plan_never_takes_more_slots_than_there_are(state: tuple[list[SessionView], int]) -> None:
-    views, free = state
-    # A session alone in the pool fits by admission; the pool here is big enough for each.
-    free = max(free, 40 - sum(v.held for v in views))
-    result = plan(views, free, LIMITS)
+def test_a_plan_takes_no_more_slots_than_are_available(
+    state: tuple[list[SessionView], int],
+) -> None:
+    views, available = state
+    result = plan(views, available, LIMITS)
     by_name = {v.session_id: v for v in views}
-    freed = sum(by_name[name].held for name in result.preempted)
-    assert sum(share.rows + share.nodes for share in result.shares) <= free + freed
-    active = {v.session_id for v in views if not v.waiting} | set(result.admitted)
-    assert {share.session_id for share in result.shares} <= active - set(result.preempted)
+    assert sum(share.rows + share.nodes for share in result.shares) <= available
+    assert {share.session_id for share in result.shares} <= by_name.keys()
     assert all(share.rows <= by_name[share.session_id].pending for share in result.shares)
     assert all(
         share.nodes == 0 or by_name[share.session_id].pending == 1 for share in result.shares
@@ -113,8 +117,19 @@ def test_a_plan_never_takes_more_slots_than_there_are(state: tuple[list[SessionV
 
 
 @given(states())
-def test_there_is_always_progress_or_a_bounded_wait(state: tuple[list[SessionView], int]) -> None:
-    views, free = state
-    free = max(free, 40 - sum(v.held for v in views))
-    result = plan(views, free, LIMITS)
-    assert result.shares or result.preempted or result.wait_until is not None
+def test_there_is_a_pass_or_a_preemption_or_a_bounded_wait(
+    state: tuple[list[SessionView], int],
+) -> None:
+    views, available = state
+    result = plan(views, available, LIMITS)
+    outcomes = [result.shares, result.preempted, result.wait_until]
+    assert sum(outcome not in ((), None) for outcome in outcomes) == 1
+    assert result.preempted in (None, views[-1].session_id)
+
+
+@given(states())
+def test_nobody_who_streams_is_left_out_of_a_pass(state: tuple[list[SessionView], int]) -> None:
+    views, available = state
+    shares = plan(views, available, LIMITS).shares
+    ready = {v.session_id for v in views if v.pending == 1 and v.awaited_until is None}
+    assert not shares or ready <= {share.session_id for share in shares}

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 import tokenizers
+import torch
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
@@ -38,12 +39,15 @@ class Served:
 
 
 @pytest.fixture
-async def served(new_bench, tmp_path: Path) -> AsyncIterator[Served]:
+async def served(
+    new_bench, tmp_path: Path, request: pytest.FixtureRequest
+) -> AsyncIterator[Served]:
+    """Keeps the final feature, or those of the layers that a test names."""
     # Token i reads "wi ": single letters would make stop strings match everywhere.
     words = tokenizers.Tokenizer(WordLevel({f"w{i} ": i for i in range(48)}, unk_token="w0 "))
     words.decoder = Fuse()
     words.save(str(tmp_path / "tokenizer.json"))
-    bench = new_bench()
+    bench = new_bench(getattr(request, "param", ()))
     model = bench.engine.runner.model
     info = common_pb2.ModelInfo(
         model="tiny", target_hash="hash", vocab_size=48, hidden_size=32, max_context=200
@@ -144,7 +148,11 @@ def hello(**fields: object) -> verifier_pb2.DraftMessage:
         ({"vocab_size": 50}, "vocabulary: .* has 50, .* has 48"),
         ({"target_hash": "other"}, "target: .* has other, .* has hash"),
         ({"protocol_version": 2}, "protocol version: .* has 2, .* has 1"),
-        ({"features": 9}, "features of kind 9"),
+        ({"features": 9}, "features: .* reads those of kind 9, .* keeps the final one"),
+        (
+            {"features": verifier_pb2.FEATURE_KIND_EAGLE3, "feature_layers": [0, 1, 2]},
+            r"head h reads the inputs of layers \[0, 1, 2\], verifier of tiny keeps the final one",
+        ),
     ],
 )
 async def test_a_drafter_that_does_not_fit_is_refused_with_both_sides_named(
@@ -155,6 +163,45 @@ async def test_a_drafter_that_does_not_fit_is_refused_with_both_sides_named(
     with pytest.raises(grpc.aio.AioRpcError, match=complaint) as error:
         await call.read()
     assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("served", [(0, 1, 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, "the final one"),
+        ({"features": verifier_pb2.FEATURE_KIND_EAGLE3, "feature_layers": [0, 2, 1]}, "2, 1"),
+        ({"features": verifier_pb2.FEATURE_KIND_EAGLE3}, r"layers \[\]"),
+    ],
+)
+async def test_a_drafter_that_reads_other_features_is_refused_with_both_named(
+    served: Served, fields: dict[str, object], wanted: str
+) -> None:
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(hello(**fields))
+    with pytest.raises(grpc.aio.AioRpcError, match=f"{wanted}.*layers \\[0, 1, 2\\]") as error:
+        await call.read()
+    assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("served", [(2, 0, 1)], indirect=True)
+async def test_features_of_three_layers_are_pulled_side_by_side(served: Served) -> None:
+    run = served.run(stopping=common_pb2.StoppingParams(max_tokens=150, ignore_eos=True))
+    await run.read()
+    call = served.stub.Draft(timeout=SECONDS)
+    await call.write(hello(features=verifier_pb2.FEATURE_KIND_EAGLE3, feature_layers=[2, 0, 1]))
+    assert (await call.read()).items[0].welcome.model.model == "tiny"
+    join = verifier_pb2.Join(session_id="a", epoch=2)
+    await call.write(verifier_pb2.DraftMessage(items=[verifier_pb2.DraftItem(join=join)]))
+    assert (await call.read()).items[0].WhichOneof("item") == "committed"
+    request = verifier_pb2.FeatureRequest(session_id="a", epoch=2, start=0, end=7)
+    chunks = [chunk async for chunk in served.stub.Features(request, timeout=SECONDS)]
+    data = b"".join(chunk.data for chunk in chunks)
+    rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(7, 3 * 32)
+    embedding = served.bench.engine.runner.model.weights.embedding
+    assert torch.equal(rows[:, 32:64], embedding[PROMPT])  # the input of layer 0
+    call.cancel()
+    run.cancel()
 
 
 async def test_a_stream_that_does_not_begin_with_hello_is_refused(served: Served) -> None:

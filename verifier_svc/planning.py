@@ -1,0 +1,66 @@
+"""What comes before a pass: sessions are admitted, prefixes matched, and if need be sessions are
+preempted. Policy and bookkeeping alone: no tensors, no clock."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from verifier_svc import scheduler
+from verifier_svc.scheduler import Limits, SessionView, Share
+from verifier_svc.session import Session
+from verifier_svc.slot_pool import SlotPool
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """The pass that is to be run now, if any, and what was done for it."""
+
+    shares: tuple[Share, ...]
+    wait_until: float | None  # without shares: there is nothing to do until then
+    preempted: tuple[Session, ...]
+    matched: int  # tokens whose prefill was spared
+
+
+def plan_pass(sessions: Collection[Session], slots: SlotPool, limits: Limits) -> PassPlan:
+    """Plans for sessions in order of arrival; the slots for the planned shares are available."""
+    running = [session for session in sessions if not session.waiting]
+    waiting = [session for session in sessions if session.waiting]
+    # What another one with the same prompt has computed meanwhile is there for all.
+    matched = sum(slots.match(s.table, s.tokens) for s in running if s.pending > 1)
+    matched += _admit(running, waiting, slots, limits)
+    preempted: list[Session] = []
+    while True:
+        planned = scheduler.plan([_view(session) for session in running], slots.available, limits)
+        if planned.preempted is None:
+            break
+        youngest = running.pop()
+        slots.give_up(youngest.table, youngest.tokens)
+        youngest.waiting = True
+        preempted.append(youngest)
+    return PassPlan(planned.shares, planned.wait_until, tuple(preempted), matched)
+
+
+def _admit(
+    running: list[Session], waiting: Iterable[Session], slots: SlotPool, limits: Limits
+) -> int:
+    """Moves those who can start from `waiting` to `running`; returns the tokens matched."""
+    matched = 0
+    pending = [session.pending for session in running]
+    for session in waiting:
+        price = slots.price(session.tokens)
+        if not scheduler.admits(price, slots.available, pending, limits):
+            break
+        session.waiting = False
+        matched += slots.match(session.table, session.tokens)
+        running.append(session)
+        pending.append(session.pending)
+    return matched
+
+
+def _view(session: Session) -> SessionView:
+    tree = session.draft.tree
+    return SessionView(
+        session.session_id,
+        session.pending,
+        len(tree) if tree is not None else 0,
+        session.draft.awaited_until,
+    )
