@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.inprocess import Answer, LocalLink, generate
-from benchmarks.machine import machine
-from benchmarks.prompts import DEFAULT_FOLDER, SETS, chat_prompts
+from benchmarks.prompts import chat_prompts
+from coppice.machine import machine
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target
 from coppice.models.placement import choose_device, choose_dtype
@@ -36,6 +36,7 @@ from launcher.compose import off_loop, service
 from launcher.sources import load_settings
 from launcher.terminal import steps
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
+from training.evaluation_prompts import DEFAULT_FOLDER, SETS
 from verifier_svc.engine import Engine, Timings
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.runner import Runner
@@ -82,13 +83,13 @@ def run_in_process(settings: Settings, prompts: Prompts, tokens: int) -> InProce
     device = choose_device(settings.model.device)
     dtype = choose_dtype(settings.model.dtype, device)
     path = resolve_model(settings.model.path, settings.cache_dir)
-    runner = Runner(load_target(path, dtype, device), 4096)
+    drafter = build_drafter(settings)
+    runner = Runner(load_target(path, dtype, device), 4096, drafter.features.layers)
     always = settings.speculation.model_copy(update={"budget": "fixed"})
     engine = Engine(runner, settings, VerifierMetrics("auto"))
     fixed = Engine(
         runner, settings.model_copy(update={"speculation": always}), VerifierMetrics("fixed")
     )
-    drafter = build_drafter(settings)
     gc.freeze()  # as the services do
     stopping = StoppingParams(max_tokens=tokens, ignore_eos=True)
     result, passes, drafting, batches = InProcess(), Timings(), 0.0, 0
@@ -258,7 +259,12 @@ def main(
     folder: Annotated[Path, typer.Option(help="of the evaluation prompts")] = DEFAULT_FOLDER,
 ) -> None:
     """Measures, prints and writes one JSON object."""
-    flags = {"model.dtype": dtype, "gateway.port": 0, "gateway.http_port": 0}
+    flags = {
+        "model.dtype": dtype,
+        "verifier.prefix_cache": False,  # every prompt is asked more than once
+        "gateway.port": 0,
+        "gateway.http_port": 0,
+    }
     settings = load_settings(flags)
     service_settings = load_settings({**flags, "speculation.budget": budget})
     tokenizer = Tokenizer.load(resolve_model(settings.model.path, settings.cache_dir))

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.inprocess import Answer, LocalLink, generate
-from benchmarks.machine import machine
-from benchmarks.prompts import DEFAULT_FOLDER, SETS, chat_prompts
+from benchmarks.prompts import chat_prompts
+from coppice.machine import machine
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target
 from coppice.models.placement import choose_device, choose_dtype, dtype_name
@@ -30,6 +30,7 @@ from coppice.tree import MAX_ROWS
 from drafter_svc.building import build_drafter
 from kernels import ops
 from launcher.sources import load_settings
+from training.evaluation_prompts import DEFAULT_FOLDER, SETS
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.runner import Runner
@@ -78,8 +79,9 @@ class Bench:
         self.dtype = dtype_name(dtype)
         self._settings = settings
         self._stopping = StoppingParams(max_tokens=tokens, ignore_eos=True)
-        self._runner = Runner(load_target(path, dtype, device), SLOTS)
         self._drafter = build_drafter(settings)
+        layers = self._drafter.features.layers
+        self._runner = Runner(load_target(path, dtype, device), SLOTS, layers)
 
     def answers(
         self, prompts: list[list[int]], sampling: SamplingParams, nodes: int | None
@@ -141,7 +143,7 @@ def main(
     folder: Annotated[Path, typer.Option(help="of the evaluation prompts")] = DEFAULT_FOLDER,
 ) -> None:
     """Compares, prints and writes one JSON object; exits with 1 where a bit differs."""
-    settings = load_settings({"model.dtype": dtype})
+    settings = load_settings({"model.dtype": dtype, "verifier.prefix_cache": False})
     tokenizer = Tokenizer.load(resolve_model(settings.model.path, settings.cache_dir))
     chosen = [p for name in ALL_SETS for p in chat_prompts(tokenizer, name, prompts, folder)]
     bench = Bench(settings, tokens)

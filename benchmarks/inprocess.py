@@ -44,7 +44,8 @@ class LocalLink:
     def __init__(self, engine: Engine, drafter: Drafter) -> None:
         self.seconds = 0.0  # spent drafting
         self.batches = 0
-        self.wants_features = drafter.features is Features.FINAL
+        self.wants_features = drafter.features is not Features.NONE
+        self._width = drafter.features.width(drafter.hidden_size)
         self._engine = engine
         self._drafter = drafter
         self._sessions: dict[str, DraftSession] = {}
@@ -56,7 +57,7 @@ class LocalLink:
 
     def send(self, item: verifier_pb2.VerifierItem) -> None:
         if item.WhichOneof("item") == "committed":
-            update = wire.update(item.committed, self._drafter.hidden_size)
+            update = wire.update(item.committed, self._width)
             self._sessions[item.committed.session_id].apply(update)
         elif item.WhichOneof("item") == "closed":
             self._drafter.forget(item.closed.session_id)
@@ -68,8 +69,9 @@ class LocalLink:
         if not due:
             return
         started = perf_counter()
-        for session in due:
-            self._pull(session)
+        if self.wants_features:
+            for session in due:
+                self._pull(session)
         requests = [session.request() for session in due]
         for session, request, tree in zip(
             due, requests, self._drafter.propose(requests), strict=True
@@ -93,7 +95,7 @@ class LocalLink:
         )
         dtype = dtype_name(self._engine.runner.model.dtype)
         data = self._engine.read_features(message)
-        rows = wire.feature_rows(data, dtype, self._drafter.hidden_size)
+        rows = wire.feature_rows(data, dtype, self._width)
         session.add_features(FeatureRows(missing.start, rows))
 
 

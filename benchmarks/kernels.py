@@ -18,8 +18,9 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks.inprocess import LocalLink, generate
-from benchmarks.machine import machine, median_seconds, peak_gflop_s, read_gb_s, timed
-from benchmarks.prompts import DEFAULT_FOLDER, chat_prompts
+from benchmarks.machine import median_seconds, peak_gflop_s, read_gb_s, timed
+from benchmarks.prompts import chat_prompts
+from coppice.machine import machine
 from coppice.models.hub import resolve_model
 from coppice.models.loading import load_target
 from coppice.request import SamplingParams, StoppingParams
@@ -31,6 +32,7 @@ from kernels import ops
 from kernels.batch import AttentionBatch, Segment
 from kernels.packed import PackedWeight
 from launcher.sources import load_settings
+from training.evaluation_prompts import DEFAULT_FOLDER
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.runner import Rows, Runner
@@ -216,7 +218,7 @@ def main(
     linear: Annotated[bool, typer.Option(help="the linear layers alone as well")] = True,
 ) -> None:
     """Measures, prints and writes one JSON object."""
-    settings = load_settings({"model.dtype": "bfloat16"})
+    settings = load_settings({"model.dtype": "bfloat16", "verifier.prefix_cache": False})
     path = resolve_model(settings.model.path, settings.cache_dir)
     runner = Runner(load_target(path, torch.bfloat16, torch.device("cpu")), 8192 + 128)
     gc.freeze()  # as the services do

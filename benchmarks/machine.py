@@ -1,36 +1,13 @@
-"""What a result was measured on, and what the machine can do at most."""
+"""What the machine can do at most, and how long a call takes."""
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 
 import torch
 
-from kernels import ops
-
 READ_BYTES = 1 << 29  # beyond the caches
 PEAK_SIZE = 2048
-
-
-def machine() -> dict[str, object]:
-    """Processor, cores, versions."""
-    cpu = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    packages = ("coppice", "torch", "grpcio", "ray", "redis")
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernels": ops.describe(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 from coppice.tokenizer import ChatMessage, Tokenizer
-
-SETS = ("mt_bench", "gsm8k", "humaneval")
-DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"
+from training.evaluation_prompts import DEFAULT_FOLDER
 
 
 def first_turns(name: str, count: int, folder: Path = DEFAULT_FOLDER) -> list[str]:

@@ -4,7 +4,7 @@ from coppice.errors import StartError
 from coppice.models.hub import resolve_model
 from coppice.models.loading import read_config
 from coppice.settings import Settings
-from drafter_svc.building import build_drafter
+from drafter_svc.building import build_drafter, draft_model_path
 from launcher.findings import Finding
 
 
@@ -31,12 +31,18 @@ def refuse_work(what: str, done: int, total: int) -> None:
 
 
 def head(settings: Settings) -> Finding:
-    """Whether it fits the target, by loading it."""
+    """Whether what drafts fits the target, by loading it."""
     kind = settings.speculation.drafter
-    if kind != "eagle":
+    if kind in ("ngram", "none"):
         return Finding("head", "ok", f"drafter {kind} needs none")
+    name = settings.speculation.draft_model
     try:
+        if kind == "model":
+            draft_model_path(settings, refuse_work)
         drafter = build_drafter(settings)
+    except NotHereYet as work:
+        mend = f"`coppice pull {name}`, or let the first `up` do it"
+        return Finding("head", "note", f"draft model {name}: {work} comes first", mend)
     except StartError as error:
         mend = "or use --speculation-drafter ngram, which fits every model"
         return Finding("head", "missing", str(error), mend)

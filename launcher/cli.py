@@ -9,8 +9,10 @@ from rich.console import Console
 
 from coppice.errors import CoppiceError
 from coppice.settings import Settings
+from launcher.bench import bench_app
 from launcher.settings_flags import takes_settings
 from launcher.sources import load_settings
+from launcher.train import train_app
 
 START_FAILED = 2
 INTERRUPTED = 130
@@ -24,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(train_app, name="train")
+app.add_typer(bench_app, name="bench")
 
 
 @app.command()

@@ -14,6 +14,7 @@ from typing import TypeVar
 from coppice.models.hub import resolve_model
 from coppice.settings import Settings
 from coppice.tokenizer import Tokenizer
+from drafter_svc.building import draft_model_path
 from gateway.ray_workers import RayDrafter, RayVerifier
 from gateway.router import Router
 from gateway.server import GatewayServer
@@ -56,6 +57,8 @@ async def service(settings: Settings, steps: Steps) -> AsyncGenerator[Running, N
         path = await off_loop(
             lambda: resolve_model(settings.model.path, settings.cache_dir, steps.advance)
         )
+        if settings.speculation.drafter == "model":
+            await off_loop(lambda: draft_model_path(settings, steps.advance))
         steps.begin("starting Redis")
         url = settings.redis.url
         if url is None:

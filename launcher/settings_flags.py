@@ -11,7 +11,12 @@ import typer
 from coppice.settings import Settings
 from launcher.sources import Leaf, leaves, load_settings
 
-SHORT_FLAGS = {"model.path": "--model", "gateway.host": "--host", "gateway.port": "--port"}
+SHORT_FLAGS = {
+    "model.path": "--model",
+    "speculation.head": "--head",
+    "gateway.host": "--host",
+    "gateway.port": "--port",
+}
 CONFIG_OPTION = typer.Option(
     "--config", metavar="FILE", help="TOML file of settings (or COPPICE_CONFIG)"
 )
@@ -78,5 +83,5 @@ def panel(leaf: Leaf) -> str:
 def metavar(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(str(choice) for choice in get_args(annotation))
-    kinds = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT"}
+    kinds = {bool: "true|false", int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT"}
     return next(kinds[kind] for kind in (annotation, *get_args(annotation)) if kind in kinds)

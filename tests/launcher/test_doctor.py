@@ -3,8 +3,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from coppice.models.hub import DEFAULT_MODEL
 from coppice.settings import Settings
 from kernels import ops
 from launcher.checkpoints import model_and_head
@@ -61,6 +65,43 @@ def test_a_broken_checkpoint_is_missing(tmp_path: Path) -> None:
     (finding,) = model_and_head(settings)
     assert finding.is_missing
     assert "config.json" in finding.found
+
+
+def tiny_model(directory: Path, first_word: str) -> Path:
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    words = {first_word: 0, "b": 1}
+    Tokenizer(WordLevel(words, unk_token="b")).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize(("word", "state"), [("a", "ok"), ("other", "missing")])
+def test_a_draft_model_is_held_against_the_target(tmp_path: Path, word: str, state: str) -> None:
+    target, draft = tiny_model(tmp_path / "target", "a"), tiny_model(tmp_path / "draft", word)
+    speculation = {"drafter": "model", "draft_model": str(draft)}
+    settings = Settings.model_validate({"model": {"path": str(target)}, "speculation": speculation})
+    (_, head) = model_and_head(settings)
+    assert head.state == state
+    assert "draft" in head.found
+
+
+def test_a_draft_model_that_has_to_be_converted_is_noted_and_not_converted(tmp_path: Path) -> None:
+    speculation = {"drafter": "model", "draft_model": DEFAULT_MODEL}
+    path = tiny_model(tmp_path / "target", "a")
+    settings = Settings.model_validate(
+        {"model": {"path": str(path)}, "speculation": speculation, "cache_dir": tmp_path / "cache"}
+    )
+    (_, head) = model_and_head(settings)
+    assert head.state == "note"
+    assert "coppice pull" in head.mend
+    assert not any(path.is_dir() for path in (tmp_path / "cache").iterdir())
 
 
 def test_the_table_shows_every_finding(tmp_path: Path) -> None:

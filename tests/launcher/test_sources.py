@@ -114,6 +114,6 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path) -> None:
 
 
 def test_a_rule_over_a_group_names_the_group() -> None:
-    assert refusal({"guard.enter": "3"}) == (
-        "settings guard: exit (36) must not be above enter (3)"
+    assert refusal({"guard.enter": "3", "guard.exit": "4"}) == (
+        "settings guard: exit (4) must not be above enter (3)"
     )

@@ -1,0 +1,48 @@
+"""`coppice bench`: benchmarks that are commands."""
+
+import importlib
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from coppice.settings import Settings
+from launcher.settings_flags import takes_settings
+
+bench_app = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
+
+
+@bench_app.command()
+@takes_settings
+def paradigms(
+    settings: Settings,
+    medusa: Annotated[Path | None, typer.Option(help="directory of Medusa heads")] = None,
+    eagle3: Annotated[Path | None, typer.Option(help="directory of an EAGLE-3 head")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="small model of the same tokenizer")
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="a set of prompts: .jsonl, .json or .txt; repeatable",
+            show_default="MT-bench, GSM8K and HumanEval",
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="prompts of each set, the first ones")] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help="of an answer")] = 128,
+    json: Annotated[Path | None, typer.Option(help="where the results go")] = None,
+) -> None:
+    """Compare the ways to draft: acceptance length, speed, memory."""
+    from training.evaluation_prompts import default_files
+
+    # The benchmarks are a floor above this one: called by name, so that nothing here imports them.
+    benchmark = importlib.import_module("benchmarks.paradigms")
+    options = benchmark.ParadigmOptions(
+        medusa, eagle3, draft_model, prompts or default_files(), count, tokens
+    )
+    comparison = benchmark.compare(settings, options, Console(stderr=True))
+    benchmark.show(comparison, Console())
+    if json is not None:
+        json.write_text(dumps(benchmark.as_json(comparison), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Data from the target, fitting and judging of draft heads."""
