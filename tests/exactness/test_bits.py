@@ -57,6 +57,13 @@ def test_the_chunks_of_a_prompt_change_no_bit(target, references, chunk: int) ->
     assert said(target.generate(prompts, GREEDY, 12, nodes=7, chunk=chunk)) == whole
 
 
+def test_a_shared_prefix_changes_no_bit(target, references) -> None:
+    start = references[7].prompt
+    prompts = [[*start, *references[n].prompt[-n:]] for n in range(1, 5)]
+    alone = [said(target.generate([prompt], GREEDY, 16))[0] for prompt in prompts]
+    assert said(target.generate(prompts, GREEDY, 16, nodes=7, chunk=64)) == alone
+
+
 def test_recomputing_after_preemption_changes_no_bit(target, references) -> None:
     prompts = [r.prompt for r in references[:5]]
     whole = said(target.generate(prompts, SAMPLED, 48))

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drafter_svc.building import shipped_head
+from coppice.models.heads.loading import shipped_head
 
 pytestmark = pytest.mark.service
 

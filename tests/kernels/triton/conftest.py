@@ -34,13 +34,17 @@ def _cast_and_round(self: InterpreterBuilder, source: TensorHandle, to: Any) -> 
 
 
 def _dot_of_values(
-    self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any
+    self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, add: TensorHandle, *rest: Any
 ) -> TensorHandle:
-    return _dot(self, _wide(a), _wide(b), *rest)
+    if _wide(a).dtype.primitive_bitwidth == 8:
+        return _dot(self, a, b, add, *rest)
+    exact = np.matmul(_wide(a).data.astype(np.float64), _wide(b).data.astype(np.float64))
+    return TensorHandle(exact.astype(add.data.dtype) + add.data, add.dtype.scalar)
 
 
 # The interpreter of Triton 3.7 cuts fp32 to bf16 where a GPU rounds, and multiplies matrices of
-# bf16 as the integers that it keeps them in.
+# bf16 as the integers that it keeps them in. The BLAS below it adds a row's products in an order
+# that depends on the row's place in the tile, which no GPU does; sums in fp64 leave no trace of it.
 InterpreterBuilder.cast_impl = _cast_and_round
 InterpreterBuilder.create_dot = _dot_of_values
 
