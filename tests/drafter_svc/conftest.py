@@ -116,7 +116,7 @@ def _through_layer(
 ) -> Tensor:
     """A decoder layer whose attention reads x [n, in] and adds to `residual` [n, hidden]."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    theta = config["rope_parameters"]["rope_theta"]
+    theta = config.get("rope_parameters", config)["rope_theta"]
     attention = f"{prefix}self_attn."
     q, k, v = (x @ w[f"{attention}{name}_proj.weight"].T for name in "qkv")
     q, k = (_rotated(part, n, theta) for part, n in ((q, heads), (k, kv_heads)))

@@ -36,9 +36,9 @@ def target(request: pytest.FixtureRequest):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_speculation_gives_the_same_bits_whatever_the_tree(target, references, sampling) -> None:
     prompts = [r.prompt for r in references[::10]]
-    plain = said(target.generate(prompts, sampling, 48))
-    for nodes, depth, top_k in ((1, 1, 1), (7, 6, 8), (63, 6, 8)):
-        tree = target.generate(prompts, sampling, 48, nodes=nodes, depth=depth, top_k=top_k)
+    plain = said(target.generate(prompts, sampling, 32))
+    for nodes, depth, top_k in ((7, 6, 8), (63, 6, 8)):
+        tree = target.generate(prompts, sampling, 32, nodes=nodes, depth=depth, top_k=top_k)
         assert said(tree) == plain
         assert sum(a.stats.accepted_nodes for a in tree) > 10
 

@@ -155,6 +155,7 @@ def test_a_model_that_drafts_for_itself_is_right_to_the_last_token(
     models: Path, runner: Runner
 ) -> None:
     chain = {"drafter": "model", "draft_model": "target", "top_k": 1, "nodes": 7, "depth": 6}
+    chain["ngram"] = False
     for answer in answers(runner, speculating(models, chain), GREEDY):
         # Only what the end of the answer cuts off is not accepted.
         assert answer.stats.accepted_nodes > answer.stats.offered_depth - 6

@@ -101,7 +101,7 @@ def parents_of_rows(draw: st.DrawFn, most: int) -> list[int]:
     return [draw(st.integers(max(0, row - 6), row - 1)) for row in range(1, rows)]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(shape=SHAPES, context=CONTEXTS, parents=parents_of_rows(7))
 def test_a_tree_reads_its_paths_and_nothing_else(
     backend: TritonBackend,
@@ -120,7 +120,7 @@ def test_a_tree_reads_its_paths_and_nothing_else(
         assert (ours[row].double() - expected).abs().max() <= ROUNDING[dtype] * 4
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(context=CONTEXTS, parents=parents_of_rows(64))
 def test_a_row_has_its_path_without_gaps_behind_the_rest_of_the_context(
     device: torch.device, context: int, parents: list[int]
@@ -149,7 +149,7 @@ def test_a_chain_of_64_rows_uses_every_bit_of_a_word(
         assert (ours[row].double() - expected).abs().max() <= 2**-8
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(shape=SHAPES, length=st.integers(1, 320), cut=st.floats(0, 1), data=st.data())
 def test_a_prefill_is_causal_and_may_be_cut_anywhere(
     backend: TritonBackend,
@@ -173,7 +173,7 @@ def test_a_prefill_is_causal_and_may_be_cut_anywhere(
     assert torch.equal(torch.cat((head, tail)), whole)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(shape=SHAPES, context=CONTEXTS, parents=parents_of_rows(6), data=st.data())
 def test_a_node_has_the_bits_of_a_plain_step_and_of_a_prefill_of_its_path(
     backend: TritonBackend,
