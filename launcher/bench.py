@@ -10,6 +10,7 @@ from rich.console import Console
 
 from coppice.settings import Settings
 from launcher.settings_flags import takes_settings
+from launcher.train import CountOfEach, PromptSets
 
 bench_app = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
 
@@ -23,14 +24,8 @@ def paradigms(
     draft_model: Annotated[
         str | None, typer.Option(help="small model of the same tokenizer")
     ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="a set of prompts: .jsonl, .json or .txt; repeatable",
-            show_default="MT-bench, GSM8K and HumanEval",
-        ),
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, help="prompts of each set, the first ones")] = 4,
+    prompts: PromptSets = None,
+    count: CountOfEach = 4,
     tokens: Annotated[int, typer.Option(min=2, help="of an answer")] = 128,
     json: Annotated[Path | None, typer.Option(help="where the results go")] = None,
 ) -> None:

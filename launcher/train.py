@@ -19,6 +19,14 @@ Sessions = Annotated[int, typer.Option(min=1, help="answers that are decoded at 
 Openings = Annotated[
     Path | None, typer.Option(help="file of first words, one a line", show_default="built in")
 ]
+PromptSets = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="a set of prompts: .jsonl, .json or .txt; repeatable",
+        show_default="MT-bench, GSM8K and HumanEval",
+    ),
+]
+CountOfEach = Annotated[int, typer.Option(min=1, help="prompts of each set, the first ones")]
 
 
 @train_app.command()
@@ -129,14 +137,8 @@ def fit(
 @takes_settings
 def evaluate(
     settings: Settings,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="a set of prompts: .jsonl, .json or .txt; repeatable",
-            show_default="MT-bench, GSM8K and HumanEval",
-        ),
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, help="prompts of each set, the first ones")] = 40,
+    prompts: PromptSets = None,
+    count: CountOfEach = 40,
     tokens: Annotated[int, typer.Option(min=3, help="of an answer at most")] = 128,
     temperature: Annotated[
         list[float] | None, typer.Option(min=0.0, help="repeatable", show_default="0, 1")

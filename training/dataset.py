@@ -108,16 +108,22 @@ class Dataset:
             if self._file(number).exists():
                 yield from self.read(number)
 
-    def size(self) -> tuple[int, int]:
-        """How many answers are written so far, and of how many tokens they are in all."""
-        answers = tokens = 0
+    def answers(self) -> Iterator[Tensor]:
+        """The tokens [answer] of all answers written so far. Features, nearly all of a shard, are
+        not read."""
         for number in range(self.description.shards):
             if self._file(number).exists():
                 with safe_open(self._file(number), framework="pt") as file:
-                    lengths = file.get_tensor("lengths")
-                    tokens += int((lengths - file.get_tensor("prompt_lengths")).sum())
-                answers += len(lengths)
-        return answers, tokens
+                    lengths: list[int] = file.get_tensor("lengths").tolist()
+                    prompts: list[int] = file.get_tensor("prompt_lengths").tolist()
+                    tokens = file.get_tensor("tokens").split(lengths)
+                for each, prompt in zip(tokens, prompts, strict=True):
+                    yield each[prompt:]
+
+    def size(self) -> tuple[int, int]:
+        """How many answers are written so far, and of how many tokens they are in all."""
+        lengths = [len(answer) for answer in self.answers()]
+        return len(lengths), sum(lengths)
 
     def read(self, shard: int) -> list[Sample]:
         tensors = load_file(self._file(shard))
@@ -137,9 +143,8 @@ class Dataset:
 def token_counts(dataset: Dataset) -> Tensor:
     """How often each token occurs in the answers: [vocab] int64."""
     counts = torch.zeros(dataset.description.vocab_size, dtype=torch.int64)
-    for sample in dataset.samples():
-        answer = sample.tokens[sample.prompt_length :].long()
-        counts += torch.bincount(answer, minlength=len(counts))
+    for answer in dataset.answers():
+        counts += torch.bincount(answer.long(), minlength=len(counts))
     return counts
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from coppice.models.config import DecoderConfig
-from training.learners import Lecture
+from training.learners import Lecture, take
 from training.module import Attention, Batch, Mlp, RMSNorm
 from training.objective import Losses
 
@@ -73,8 +73,7 @@ class DraftModelLearner:
         return {f"model.{name}": value.detach() for name, value in stored.items()}
 
     def load_published(self, stored: Mapping[str, Tensor]) -> None:
-        own = self.module.state_dict()
-        self.module.load_state_dict({name: stored[f"model.{name}"].float() for name in own})
+        take(self.module, stored, "model.")
 
 
 def shrunk(target: Mapping[str, Tensor], layers: Sequence[int]) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ class Kind(ABC):
 
     drafter: str  # as speculation.drafter names it
     reduced_vocabulary = True
+    file = SINGLE_FILE  # of the weights
 
     def speculation(self, path: Path) -> dict[str, object]:
         """The settings that draft with what is in the directory `path`."""
@@ -67,13 +68,13 @@ class Kind(ABC):
 
     def stored(self, path: Path) -> Mapping[str, Tensor]:
         """The weights in the directory `path`."""
-        return load_file(path / SINGLE_FILE)
+        return load_file(path / self.file)
 
     def write(self, path: Path, weights: Mapping[str, Tensor], target: Target) -> None:
         """A whole directory in the published layout; an older one is replaced."""
         path.mkdir(parents=True, exist_ok=True)
         _write_json(path / "config.json", self.config(target))
-        _write_weights(path / SINGLE_FILE, weights)
+        _write_weights(path / self.file, weights)
 
 
 class EagleKind(Kind):
@@ -116,6 +117,7 @@ class Eagle3Kind(Kind):
 class MedusaKind(Kind):
     drafter = "medusa"
     reduced_vocabulary = False
+    file = MEDUSA_FILE
 
     def __init__(self, heads: int) -> None:
         self._heads = heads
@@ -131,14 +133,6 @@ class MedusaKind(Kind):
             "hidden_size": target.config.hidden_size,
             "vocab_size": target.config.vocab_size,
         }
-
-    def stored(self, path: Path) -> Mapping[str, Tensor]:
-        return load_file(path / MEDUSA_FILE)
-
-    def write(self, path: Path, weights: Mapping[str, Tensor], target: Target) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        _write_json(path / "config.json", self.config(target))
-        _write_weights(path / MEDUSA_FILE, weights)
 
 
 class DraftModelKind(Kind):
@@ -161,8 +155,9 @@ class DraftModelKind(Kind):
         return {**super().config(target), "num_hidden_layers": self._layers}
 
     def write(self, path: Path, weights: Mapping[str, Tensor], target: Target) -> None:
-        kept = {n: v for n, v in _all_weights(target.path).items() if n in SHARED}
-        super().write(path, {**kept, **weights}, target)
+        checkpoint = Checkpoint.open(target.path)
+        shared = {name: checkpoint.raw(name) for name in SHARED if name in checkpoint}
+        super().write(path, {**shared, **weights}, target)
         for name in TOKENIZER_FILES:
             if (target.path / name).exists():
                 shutil.copyfile(target.path / name, path / name)
@@ -200,8 +195,8 @@ def _shared(target: Path) -> dict[str, Any]:
 
 
 def _all_weights(target: Path) -> dict[str, Tensor]:
-    files = sorted(set(Checkpoint.open(target).shards.values()))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    checkpoint = Checkpoint.open(target)
+    return {name: checkpoint.raw(name) for name in checkpoint.shards}
 
 
 def _write_json(path: Path, content: object, indent: int | None = 1) -> None:

@@ -91,8 +91,7 @@ class Eagle3Learner:
         return stored | {"d2t": offsets, "t2d": drafted}
 
     def load_published(self, stored: Mapping[str, Tensor]) -> None:
-        own = {name: stored[name].float() for name in self.module.state_dict()}
-        self.module.load_state_dict(own)
+        take(self.module, stored)
 
 
 class MedusaLearner:
@@ -119,7 +118,7 @@ class MedusaLearner:
         return {name: value.detach() for name, value in self.module.state_dict().items()}
 
     def load_published(self, stored: Mapping[str, Tensor]) -> None:
-        self.module.load_state_dict({n: stored[n].float() for n in self.module.state_dict()})
+        take(self.module, stored)
 
 
 class Block(nn.Module):
@@ -133,6 +132,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.linear(x))
+
+
+def take(module: nn.Module, stored: Mapping[str, Tensor], prefix: str = "") -> None:
+    """All of a module's weights, from `stored` under their names behind `prefix`."""
+    module.load_state_dict({name: stored[prefix + name].float() for name in module.state_dict()})
 
 
 def _begin(module: nn.Module, generator: torch.Generator) -> None:
