@@ -21,8 +21,11 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard kernels/cpu/src
 demo: install
 	$(BIN)/coppice demo
 
+# What starts services or decodes on all cores runs alone; the rest shares them.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+		--ignore tests/service --ignore tests/exactness
+	$(BIN)/python -m pytest tests/exactness tests/service
 
 lint: install
 	$(BIN)/ruff check .

@@ -97,7 +97,7 @@ def check_sample(backend: TritonBackend, vocab: int, device: torch.device) -> Li
         return torch.full((count,), value, dtype=torch.float64, device=device)
 
     uniforms = [uniform(seed, 5) for seed in range(count)]
-    ours = backend.sample(
+    ours = backend.draw(
         logits,
         temperature=all_of(0.8),
         min_p=all_of(0.01),

@@ -48,6 +48,7 @@ __all__ = [
     "quantizes",
     "rms_norm",
     "rope",
+    "rope_and_write",
     "rotary_angles",
     "run_layers",
     "runs_layers",
@@ -56,7 +57,6 @@ __all__ = [
     "silu_mul",
     "tree_attention",
     "use_backend",
-    "write_kv",
     "zeros",
 ]
 
@@ -224,8 +224,22 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def write_kv(pool: Tensor, slots: Tensor, values: Tensor) -> None:
-    reference.write_kv(pool, slots, values)
+def rope_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: tuple[Tensor, Tensor],
+    pools: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    """q [rows, heads, d] rotated by `angles` (cos and sin). The pools of K and V [slots, kv_heads,
+    d] take rotated k and plain v, both [rows, kv_heads, d], at slots [rows]."""
+    backend = _serving(q)
+    if backend is not None and not isinstance(backend, CpuBackend):
+        return backend.rope_and_write(q, k, v, angles, pools, slots)
+    reference.write_kv(pools[0], slots, rope(k, *angles))
+    reference.write_kv(pools[1], slots, v)
+    return rope(q, *angles)
 
 
 def tree_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: AttentionBatch) -> Tensor:
@@ -259,8 +273,11 @@ def sample(
 ) -> Tensor:
     """Ids [rows] drawn from logits [rows, vocab] (fp32), see reference.sample. A row's id depends
     on its logits, the parameters and its number of uniforms [rows] alone."""
-    backend = _native(logits) if temperature >= reference.GREEDY_BELOW else None
-    if backend is not None and logits.dtype == torch.float32:
+    backend = _backend_of(logits.device)
+    if isinstance(backend, CpuBackend):
+        backend = _native(logits)
+    usual = logits.dtype == torch.float32 and temperature >= reference.GREEDY_BELOW
+    if backend is not None and usual:
         return backend.sample(logits, temperature, top_k, top_p, min_p, uniforms)
     return reference.sample(logits, temperature, top_k, top_p, min_p, uniforms)
 

@@ -68,9 +68,9 @@ def attention(
     if weights.q_norm is not None and weights.k_norm is not None:
         q = ops.rms_norm(q, weights.q_norm, config.rms_norm_eps)
         k = ops.rms_norm(k, weights.k_norm, config.rms_norm_eps)
-    ops.write_kv(cache.k[layer], batch.slots, ops.rope(k, *angles))
-    ops.write_kv(cache.v[layer], batch.slots, v)
-    mixed = ops.tree_attention(ops.rope(q, *angles), cache.k[layer], cache.v[layer], batch)
+    pools = cache.k[layer], cache.v[layer]
+    q = ops.rope_and_write(q, k, v, angles, pools, batch.slots)
+    mixed = ops.tree_attention(q, *pools, batch)
     return mixed.view(rows, q_size)
 
 

@@ -166,6 +166,26 @@ class TritonBackend:
     def sample(
         self,
         logits: Tensor,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        uniforms: Tensor,
+    ) -> Tensor:
+        def column(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full(uniforms.shape, value, dtype=dtype, device=logits.device)
+
+        wide = torch.float64
+        # No more than the whole vocabulary can be kept, and int32 holds that.
+        kept = column(min(top_k, logits.shape[-1]), torch.int32)
+        temperatures, least = column(temperature, wide), column(min_p, wide)
+        return self.draw(
+            logits, temperatures, least, kept, column(top_p, wide), uniforms.to(logits.device)
+        )
+
+    def draw(
+        self,
+        logits: Tensor,
         temperature: Tensor,
         min_p: Tensor,
         top_k: Tensor,

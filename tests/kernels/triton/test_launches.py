@@ -61,7 +61,7 @@ def sample(backend: TritonBackend, rows: int) -> None:
     column = empty(rows, dtype=torch.float64)
     top_k = empty(rows, dtype=torch.int32)
     logits = empty(rows, 128256, dtype=torch.float32)
-    backend.sample(logits, column, column, top_k, column, column)
+    backend.draw(logits, column, column, top_k, column, column)
 
 
 @pytest.mark.parametrize("call", [linear, of_rows, rotary, attention, sample])

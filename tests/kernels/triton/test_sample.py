@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coppice.request import SamplingParams
 from coppice.sampler import Sampler, uniform
+from kernels import ops, reference
 from kernels.triton.backend import TritonBackend
 
 
@@ -35,7 +36,7 @@ def drawn(backend: TritonBackend, logits: Tensor, rows: list[Row]) -> list[int]:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)
 
-    return backend.sample(
+    return backend.draw(
         logits,
         column([r.temperature for r in rows]),
         column([r.min_p for r in rows]),
@@ -107,3 +108,13 @@ def test_what_is_not_a_number_is_never_drawn(backend: TritonBackend, device: tor
     for temperature in (0.0, 1.0):
         rows = [Row(temperature, 0.0, 0, 1.0, seed) for seed in range(3)]
         assert drawn(backend, logits, rows) == [2, 2, 0]
+
+
+def test_the_operation_draws_with_it(backend: TritonBackend, device: torch.device) -> None:
+    logits = torch.randn(4, 300, device=device) * 3
+    uniforms = torch.tensor([0.0, 0.3, 0.7, 0.999], dtype=torch.float64, device=device)
+    expected = reference.sample(logits, 0.8, 2**31 - 1, 0.9, 0.01, uniforms)
+    with ops.use_backend(backend):
+        drawn_ones = ops.sample(logits, 0.8, 2**31 - 1, 0.9, 0.01, uniforms)
+    assert drawn_ones.tolist() == expected.tolist()
+    assert expected.unique().numel() > 1
