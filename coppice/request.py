@@ -12,14 +12,36 @@ MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARACTERS = 65_536
+MAX_REGEX_CHARACTERS = 8_192
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARACTERS = 1024
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARACTERS)]
+Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARACTERS)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 
 
 class Params(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Choices(Params):
+    """Names as in `protos/common.proto`."""
+
+    values: tuple[Choice, ...] = Field(min_length=1, max_length=MAX_CHOICES)
+
+
+class StructuredOutput(Params):
+    """What the text of the answer has to be: one of the fields is set. Names as in
+    `protos/common.proto`; whether it compiles is for `coppice.grammar` to say."""
+
+    json_schema: str | None = Field(default=None, min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)
+    regex: str | None = Field(default=None, min_length=1, max_length=MAX_REGEX_CHARACTERS)
+    choice: Choices | None = None
+    grammar: str | None = Field(default=None, min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)
+    json_object: bool | None = None
 
 
 class SamplingParams(Params):
@@ -37,6 +59,7 @@ class SamplingParams(Params):
     )
     seed: int | None = Field(default=None, ge=0, le=2**64 - 1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    structured_output: StructuredOutput | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -75,19 +98,33 @@ def parse_params(kind: type[P], name: str, fields: Mapping[str, Any]) -> P:
 
 def _path(name: str, location: Location) -> str:
     head, *inner = location
-    return f"{name}.{head}" + "".join(f"[{part}]" for part in inner if part != "[key]")
+    parts = (_shown_part(part) for part in inner if part != "[key]")
+    return f"{name}.{head}" + "".join(parts)
+
+
+def _shown_part(part: int | str) -> str:
+    is_field = isinstance(part, str) and part.isidentifier()
+    return f".{part}" if is_field else f"[{part}]"
 
 
 def _allowed(kind: type[Params], location: Location) -> str:
     """What the field at `location` takes, told from its own constraints."""
     if location[-1] == "[key]":  # a JSON schema does not tell the constraints of keys
         return _describe(TypeAdapter[int](TokenId).json_schema())
-    properties: dict[str, Any] = kind.model_json_schema()["properties"]
-    schema = properties.get(str(location[0]))
-    if schema is None:
-        return f"one of the fields {', '.join(properties)}"
-    schema = schema.get("anyOf", [schema])[0]
-    return _describe(schema if len(location) == 1 else _element(schema))
+    schema = kind.model_json_schema()
+    inner: dict[str, Any] = schema.get("$defs", {})
+    for part in location:
+        if "properties" not in schema:
+            schema = _element(schema)
+            continue
+        fields: dict[str, Any] = schema["properties"]
+        if part not in fields:
+            return f"one of the fields {', '.join(fields)}"
+        schema = fields[str(part)]
+        schema = schema.get("anyOf", [schema])[0]
+        if "$ref" in schema:
+            schema = inner[schema["$ref"].rpartition("/")[2]]
+    return _describe(schema)
 
 
 def _element(schema: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +141,11 @@ def _describe(schema: dict[str, Any]) -> str:
         case "string":
             return f"a string of {schema['minLength']} to {schema['maxLength']} characters"
         case "array":
-            return f"a list of at most {schema['maxItems']}, each {_describe(_element(schema))}"
+            least = f"{schema['minItems']} to" if "minItems" in schema else "at most"
+            each = _describe(_element(schema))
+            return f"a list of {least} {schema['maxItems']}, each {each}"
+        case "object" if "properties" in schema:
+            return f"a message of the fields {', '.join(schema['properties'])}"
         case "object":
             return f"a map of at most {schema['maxProperties']}, each {_describe(_element(schema))}"
         case _:

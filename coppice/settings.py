@@ -85,14 +85,25 @@ class VerifierSettings(Group):
     """The workers that run the target."""
 
     count: int = Field(default=1, ge=1, le=64, description="workers")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all cores")
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="ranks that share one target, each on a GPU of its own"
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of all ranks together; default: all cores"
+    )
     kv_slots: int = Field(default=16384, ge=128, description="tokens that the KV pool holds")
+    memory_fraction: float = Field(
+        default=0.9, gt=0.0, le=1.0, description="share of free memory for the KV pool"
+    )
     prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens of one pass at most")
     prefix_cache: bool = Field(
         default=True, description="keep what was computed for prompts that begin alike"
     )
     row_budget: int = Field(default=128, ge=1, description="tree rows of one pass at most")
     max_sessions: int = Field(default=256, ge=1, description="running and waiting sessions at most")
+    max_untaken: int = Field(
+        default=256, ge=1, description="tokens left unread by a gateway, beyond which it is awaited"
+    )
 
 
 class DrafterSettings(Group):
@@ -142,6 +153,9 @@ class GatewaySettings(Group):
     port: int = Field(default=50051, ge=0, le=65535, description="gRPC; 0 = any free")
     http_port: int = Field(default=8080, ge=0, le=65535, description="/metrics; 0 = any free")
     max_inflight: int = Field(default=512, ge=1, description="requests at once; more are refused")
+    recovery_seconds: float = Field(
+        default=120.0, ge=0.0, description="a running answer waits so long for a lost verifier"
+    )
 
 
 class RedisSettings(Group):

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from coppice.grammar import Grammar
 from coppice.request import StoppingParams
 from coppice.tokenizer import StopMatcher, Tokenizer
+
+BY_GRAMMAR = "grammar"  # nothing more can come
 
 
 class FinishReason(Enum):
@@ -15,7 +18,7 @@ class FinishReason(Enum):
 @dataclass(frozen=True, slots=True)
 class Finish:
     reason: FinishReason
-    by: str = ""  # the stop string, or the id of the stop token
+    by: str = ""  # the stop string, the id of the stop token, or BY_GRAMMAR
 
 
 class AnswerText:
@@ -55,8 +58,11 @@ class Stopper:
         eos_token_ids: tuple[int, ...],
         max_tokens: int,
         tokenizer: Tokenizer | None,
+        grammar: Grammar | None = None,
     ) -> None:
-        """`max_tokens` counts the answer, whatever limits it. Stop strings need a tokenizer."""
+        """`max_tokens` counts the answer, whatever limits it. Stop strings need a tokenizer.
+        `grammar` is advanced by the sampler, before `push`."""
+        self.grammar = grammar
         self._ending = set(params.stop_token_ids)
         if not params.ignore_eos:
             self._ending |= set(eos_token_ids)
@@ -82,10 +88,11 @@ class Stopper:
             self._text.push(token)
             if self._text.matched is not None:
                 return Finish(FinishReason.STOP, self._text.matched)
-        if self._left > 0:
+        complete = self.grammar is not None and self.grammar.complete
+        if self._left > 0 and not complete:
             return None
         if self._text is not None:
             self._text.flush()  # what was held back may complete a stop string
             if self._text.matched is not None:
                 return Finish(FinishReason.STOP, self._text.matched)
-        return Finish(FinishReason.LENGTH)
+        return Finish(FinishReason.STOP, BY_GRAMMAR) if complete else Finish(FinishReason.LENGTH)

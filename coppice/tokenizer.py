@@ -48,6 +48,10 @@ class Tokenizer:
         """The id of every token, added ones too."""
         return self._fast.get_vocab(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The whole tokenizer in the format of `tokenizer.json`."""
+        return self._fast.to_str()
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer itself puts around it;
         text that spells a special token becomes that token."""

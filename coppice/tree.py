@@ -89,17 +89,26 @@ class DraftTree:
         best = sorted(range(len(self)), key=lambda node: (-self.scores[node], node))[:nodes]
         return self._restricted(sorted(best), 0)
 
+    def path(self, tokens: Sequence[int]) -> list[int] | None:
+        """The rows [len(tokens)] that `tokens` leads through below the root, or None if they leave
+        the tree."""
+        children = self.children()
+        rows = [0]
+        for token in tokens:
+            if token not in children[rows[-1]]:
+                return None
+            rows.append(children[rows[-1]][token])
+        return rows[1:]
+
     def rerooted(self, tokens: Sequence[int]) -> "DraftTree | None":
         """The subtree below the node that `tokens` leads to, or None if no path spells them.
 
         Used when more was committed than the tree knew: scores become relative to the new root.
         """
-        children = self.children()
-        row = 0
-        for token in tokens:
-            if token not in children[row]:
-                return None
-            row = children[row][token]
+        path = self.path(tokens)
+        if path is None:
+            return None
+        row = path[-1] if path else 0
         below = {row}
         kept: list[int] = []
         for node, parent in enumerate(self.parents):
@@ -107,6 +116,10 @@ class DraftTree:
                 below.add(node + 1)
                 kept.append(node)
         return self._restricted(kept, row)
+
+    def keeping(self, nodes: Sequence[int]) -> "DraftTree":
+        """The tree of `nodes` (ascending) alone, each with its parent among them."""
+        return self._restricted(nodes, 0)
 
     def _restricted(self, nodes: Sequence[int], root: int) -> "DraftTree":
         """The tree of `nodes` (ascending, closed under parents up to row `root`)."""

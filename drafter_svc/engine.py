@@ -91,6 +91,11 @@ class DraftEngine:
         await asyncio.gather(*running, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown)
 
+    @property
+    def sessions(self) -> int:
+        """How many are attached."""
+        return len(self._attached)
+
     def attach(self, session_id: str, epoch: int, verifier: Verifier) -> None:
         """Joins the session at `verifier`, and leaves an earlier attachment of it. An epoch that
         is not above the known one is ignored. Raises FailedPrecondition as `join` does."""

@@ -90,14 +90,15 @@ class NgramDrafter:
         return [self._propose(request) for request in requests]
 
     def features_needed(self, session_id: str, tokens: Sequence[int]) -> int:
-        return max(len(tokens) - 1, 0)
+        """No features, but the first token that has not been looked at, so that a long text is
+        indexed in several batches."""
+        index = self._indices.get(session_id)
+        return max(0, min(len(index.tokens) if index else 0, len(tokens) - 1))
 
     def forget(self, session_id: str) -> None:
         self._indices.pop(session_id, None)
 
     def _propose(self, request: DraftRequest) -> DraftTree:
-        if request.budget < 1 or not request.tokens:
-            return DraftTree()
         index = self._indices.get(request.session_id)
         if index is None or list(request.tokens[: len(index.tokens)]) != index.tokens:
             index = self._indices[request.session_id] = SuffixIndex()
@@ -105,6 +106,8 @@ class NgramDrafter:
         index.extend(request.tokens, self._capacity)
         while self.indexed > self._capacity:
             self._indices.popitem(last=False)
+        if request.budget < 1:
+            return DraftTree()
         nodes = min(request.budget, MAX_ROWS - 1)
         n, starts = index.occurrences()
         # A path that is followed lengthens the suffix.

@@ -52,6 +52,16 @@ class DrafterService:
         """Of the head, for logs."""
         return self._hello.head
 
+    @property
+    def target_hash(self) -> str:
+        """Of the only target that it fits; empty: any of its sizes."""
+        return self._hello.target_hash
+
+    @property
+    def sessions(self) -> int:
+        """How many are attached."""
+        return self._engine.sessions
+
     def start(self) -> None:
         """Idempotent; needs a running event loop."""
         if not self._started:

@@ -17,17 +17,20 @@ logger = logging.getLogger(__name__)
 
 class Health(BaseModel):
     alive: bool = True
-    ready: bool
+    ready: bool  # a verifier can be reached
+    redis: bool  # without it the gateway serves with the workers that it knows
 
 
-def create_app(metrics: Callable[[], Awaitable[str]], ready: Callable[[], bool]) -> FastAPI:
+def create_app(
+    metrics: Callable[[], Awaitable[str]], ready: Callable[[], bool], redis: Callable[[], bool]
+) -> FastAPI:
     app = FastAPI(title="coppice", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def show_metrics() -> PlainTextResponse:
         return PlainTextResponse(await metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def show_health() -> Health:
-        return Health(ready=ready())
+        return Health(ready=ready(), redis=redis())
 
     app.add_api_route("/metrics", show_metrics, response_class=PlainTextResponse)
     app.add_api_route("/healthz", show_health)

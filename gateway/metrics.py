@@ -39,8 +39,22 @@ class GatewayMetrics:
         )
         self.redis_errors = Counter(
             "coppice_redis_errors",
-            "Calls to the session store that failed.",
+            "Calls to Redis (session store, registry) that failed.",
+            registry=self.registry,
+        )
+        self.workers = Gauge(
+            "coppice_workers",
+            "Workers that this gateway can use: verifiers that it reaches, drafters that it knows.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.recoveries = Counter(
+            "coppice_session_recoveries",
+            "Running sessions that had to be opened anew: their verifier was lost, or drained.",
+            ["cause"],
             registry=self.registry,
         )
         for state in ("waiting", "streaming"):
             self.sessions.labels(state)
+        for cause in ("lost", "drained"):
+            self.recoveries.labels(cause)

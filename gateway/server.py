@@ -17,8 +17,10 @@ from coppice.settings import GatewaySettings
 from coppice.telemetry import exposition, merge_expositions
 from coppice.tokenizer import Tokenizer
 from gateway.generation import Generation, Services
+from gateway.grammar_trial import GrammarTrial
 from gateway.http import HttpServer, create_app
 from gateway.interceptor import BoundaryInterceptor
+from gateway.membership import Membership
 from gateway.metrics import GatewayMetrics
 from gateway.router import Router
 from gateway.sessions import SessionStore
@@ -41,9 +43,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """`coppice.v1.Inference`. Errors are turned into statuses by the interceptor."""
 
-    def __init__(self, services: Services, max_inflight: int) -> None:
+    def __init__(self, services: Services, door: Door, max_inflight: int) -> None:
         self._services = services
-        self._door = Door(services.tokenizer, services.model)
+        self._door = door
         self._max_inflight = max_inflight
         self._inflight = 0
 
@@ -96,7 +98,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class GatewayServer:
-    """Both doors. Owns the router and the session store from `start` on, and closes them."""
+    """Both doors. Owns the router, its membership and the session store from `start` on, and
+    closes them."""
 
     def __init__(
         self,
@@ -105,13 +108,18 @@ class GatewayServer:
         model_info: common_pb2.ModelInfo,
         router: Router,
         sessions: SessionStore,
+        membership: Membership,
     ) -> None:
         self._settings = settings
-        self._services = Services(model_info, tokenizer, router, sessions, GatewayMetrics())
+        self._membership = membership
+        self._services = Services(
+            model_info, tokenizer, router, sessions, GatewayMetrics(), settings.recovery_seconds
+        )
+        self._grammars = GrammarTrial(tokenizer, model_info)
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
-        self._readiness: asyncio.Task[None] | None = None
+        self._followers: list[asyncio.Task[None]] = []
         self.port = 0
         self.http_port = 0
 
@@ -125,24 +133,30 @@ class GatewayServer:
             listener.close()
             raise
         self.http_port = int(listener.getsockname()[1])
-        self._http = HttpServer(
-            create_app(self._all_metrics, self._services.router.ready.is_set), listener
-        )
+        ready = self._services.router.ready.is_set
+        app = create_app(self._all_metrics, ready, self._redis_reachable)
+        self._http = HttpServer(app, listener)
         self._http.start()
-        self._readiness = asyncio.create_task(self._follow_readiness())
+        on_error = self._services.metrics.redis_errors.inc
+        self._followers = [
+            asyncio.create_task(self._follow_readiness()),
+            asyncio.create_task(self._membership.follow(on_error)),
+        ]
         return self.port
 
     async def stop(self, grace: float) -> None:
         """Takes no more requests, gives the running ones `grace` seconds, then cancels them."""
-        if self._readiness is not None:
-            self._readiness.cancel()
+        for follower in self._followers:
+            follower.cancel()
         if self._server is not None:
             await self._health.set(SERVICE.full_name, health_pb2.HealthCheckResponse.NOT_SERVING)
             await self._server.stop(grace)
         if self._http is not None:
             await self._http.stop()
+        await self._grammars.close()
         await self._services.router.close()
         await self._services.sessions.close()
+        await self._membership.close()
 
     async def _start_grpc(self) -> int:
         settings = self._settings
@@ -152,7 +166,9 @@ class GatewayServer:
             interceptors=[BoundaryInterceptor(SERVICE, self._services.metrics)],
             options=SERVER_OPTIONS,
         )
-        servicer = InferenceServicer(self._services, settings.max_inflight)
+        services = self._services
+        door = Door(services.tokenizer, services.model, self._grammars)
+        servicer = InferenceServicer(services, door, settings.max_inflight)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
         await self._health.set(SERVICE.full_name, health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -172,10 +188,15 @@ class GatewayServer:
             await router.away.wait()
             await self._health.set(SERVICE.full_name, status.NOT_SERVING)
 
+    def _redis_reachable(self) -> bool:
+        return self._membership.redis_reachable
+
     async def _all_metrics(self) -> str:
         """The gateway's own metrics and those of all workers as one exposition."""
-        metrics = self._services.metrics
-        workers = await self._services.router.worker_metrics()
+        metrics, router = self._services.metrics, self._services.router
+        workers = await router.worker_metrics()
+        metrics.workers.labels("verifier").set(router.reachable)
+        metrics.workers.labels("drafter").set(len(router.drafters))
         try:
             metrics.registered_sessions.set(await self._services.sessions.count())
         except Unavailable:

@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from coppice.errors import StartError, Unavailable
+from coppice.redis_calls import close_client, one_line, redis_client, run_calls
 
 logger = logging.getLogger(__name__)
 
 LIVE_KEY = "coppice:sessions"
-CALL_TIMEOUT_SECONDS = 1.0
-MAX_CONNECTIONS = 64
 
 
 def session_key(session_id: str) -> str:
@@ -59,27 +55,17 @@ class SessionStore:
     async def connect(cls, url: str, ttl_seconds: int) -> Self:
         """Raises StartError when no Redis answers at `url`."""
         try:
-            # An append that is tried twice could log a token twice, hence no retries.
-            pool = BlockingConnectionPool.from_url(
-                url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=CALL_TIMEOUT_SECONDS,
-                socket_timeout=CALL_TIMEOUT_SECONDS,
-                socket_connect_timeout=CALL_TIMEOUT_SECONDS,
-                retry=Retry(NoBackoff(), 0),
-            )
-            client = Redis(connection_pool=pool)
+            client = redis_client(url)
             await client.execute_command("PING")
         except (RedisError, OSError, ValueError) as error:
             raise StartError(
-                f"no Redis at {url} ({_one_line(error)}); start one there, correct redis.url, "
+                f"no Redis at {url} ({one_line(error)}); start one there, correct redis.url, "
                 "or leave it out for the embedded server"
             ) from None
         return cls(client, ttl_seconds)
 
     async def close(self) -> None:
-        await self._client.aclose()
-        await self._client.connection_pool.disconnect()
+        await close_client(self._client)
 
     async def register(self, record: SessionRecord) -> None:
         """Writes a session that is about to run; the same session again replaces it."""
@@ -98,7 +84,7 @@ class SessionStore:
             calls.expire(session_key(record.session_id), self._ttl)
             calls.zadd(LIVE_KEY, {record.session_id: time.time() + self._ttl})
             calls.expire(LIVE_KEY, self._ttl)
-            await _run(calls)
+            await run_calls(calls)
 
     async def append(self, session_id: str, tokens: Sequence[int]) -> None:
         """Adds committed tokens to the log, and gives the session its full time again."""
@@ -108,7 +94,7 @@ class SessionStore:
             calls.expire(session_key(session_id), self._ttl)
             calls.zadd(LIVE_KEY, {session_id: time.time() + self._ttl})
             calls.expire(LIVE_KEY, self._ttl)
-            await _run(calls)
+            await run_calls(calls)
 
     async def finish(self, session_id: str) -> None:
         """Marks the answer as complete. It stays readable until it expires."""
@@ -116,20 +102,20 @@ class SessionStore:
             calls.hset(session_key(session_id), "state", "finished")
             calls.expire(session_key(session_id), self._ttl)
             calls.zrem(LIVE_KEY, session_id)
-            await _run(calls)
+            await run_calls(calls)
 
     async def remove(self, session_id: str) -> None:
         async with self._client.pipeline(transaction=True) as calls:
             calls.delete(session_key(session_id), log_key(session_id))
             calls.zrem(LIVE_KEY, session_id)
-            await _run(calls)
+            await run_calls(calls)
 
     async def count(self) -> int:
         """Running sessions of all gateways; those of a dead gateway count until they expire."""
         async with self._client.pipeline(transaction=True) as calls:
             calls.zremrangebyscore(LIVE_KEY, "-inf", time.time())
             calls.zcard(LIVE_KEY)
-            return (await _run(calls))[1]
+            return (await run_calls(calls))[1]
 
 
 class SessionLog:
@@ -183,16 +169,3 @@ class SessionLog:
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
-
-
-async def _run(calls: Pipeline) -> list[Any]:
-    try:
-        return await calls.execute()
-    except (RedisError, OSError) as error:
-        raise Unavailable(
-            f"the session store (Redis) is away ({_one_line(error)}); try again in a few seconds"
-        ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

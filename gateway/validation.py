@@ -9,8 +9,15 @@ from typing import Any, cast
 from google.protobuf.message import Message
 
 from coppice.errors import InvalidArgument
-from coppice.request import SamplingParams, StoppingParams, check_tokens, parse_params
+from coppice.request import (
+    SamplingParams,
+    StoppingParams,
+    StructuredOutput,
+    check_tokens,
+    parse_params,
+)
 from coppice.tokenizer import ChatMessage, Tokenizer
+from gateway.grammar_trial import GrammarTrial
 from protos import common_pb2, inference_pb2
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -36,15 +43,19 @@ class _Limits:
     sampling: common_pb2.SamplingParams
     stopping: common_pb2.StoppingParams
     ends: StoppingParams
+    output: StructuredOutput | None
 
 
 class Door:
     """Turns requests into orders. Every method raises InvalidArgument that names the field, its
-    value and what is allowed."""
+    value and what is allowed; ResourceExhausted where too many grammars are to be tried."""
 
-    def __init__(self, tokenizer: Tokenizer, model: common_pb2.ModelInfo) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, model: common_pb2.ModelInfo, grammars: GrammarTrial
+    ) -> None:
         self._tokenizer = tokenizer
         self._model = model
+        self._grammars = grammars
 
     def check_model(self, name: str) -> None:
         if name not in ("", self._model.model):
@@ -64,7 +75,7 @@ class Door:
             case _:
                 raise InvalidArgument("prompt", None, "text or token_ids")
         speculation = request.speculation if request.HasField("speculation") else True
-        return self._order(field, prompt, limits, speculation)
+        return await self._order(field, prompt, limits, speculation)
 
     async def chat(self, request: inference_pb2.ChatRequest) -> Order:
         self.check_model(request.model)
@@ -79,7 +90,7 @@ class Door:
         messages = [ChatMessage(message.role, message.content) for message in request.messages]
         prompt = await self._encode_chat(messages)
         speculation = request.speculation if request.HasField("speculation") else True
-        return self._order("messages", prompt, limits, speculation)
+        return await self._order("messages", prompt, limits, speculation)
 
     async def _encode(self, text: str) -> tuple[int, ...]:
         if not text:
@@ -101,7 +112,7 @@ class Door:
         check_tokens("sampling.logit_bias", tuple(parsed.logit_bias), vocab_size)
         ends = parse_params(StoppingParams, "stopping", _fields(stopping))
         check_tokens("stopping.stop_token_ids", ends.stop_token_ids, vocab_size)
-        return _Limits(sampling, stopping, ends)
+        return _Limits(sampling, stopping, ends, parsed.structured_output)
 
     def _check_length(self, field: str, tokens: int) -> None:
         last = self._model.max_context - 1
@@ -109,10 +120,11 @@ class Door:
             allowed = f"in [1, {last}], since prompt and answer share the context"
             raise InvalidArgument(f"number of tokens of {field}", tokens, allowed)
 
-    def _order(
+    async def _order(
         self, field: str, prompt: tuple[int, ...], limits: _Limits, speculation: bool
     ) -> Order:
-        """Draws the seed if there is none and fits the length of the answer into the context."""
+        """Draws the seed if there is none and fits the length of the answer into the context. Tries
+        the grammar last, as that takes longest."""
         self._check_length(field, len(prompt))
         context = self._model.max_context
         ends = limits.ends
@@ -120,6 +132,8 @@ class Door:
         if ends.min_tokens > max_tokens:
             allowed = f"an integer in [0, {max_tokens}], the tokens that the answer may have"
             raise InvalidArgument("stopping.min_tokens", ends.min_tokens, allowed)
+        if limits.output is not None:
+            await self._grammars.check(limits.output)
         sampling = common_pb2.SamplingParams()
         sampling.CopyFrom(limits.sampling)
         if not sampling.HasField("seed"):
@@ -138,4 +152,6 @@ def _fields(message: Message) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(cast("Mapping[int, float]", value))
+    if isinstance(value, Message):
+        return _fields(value)
     return value if isinstance(value, int | float | str) else tuple(value)

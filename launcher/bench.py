@@ -41,3 +41,44 @@ def paradigms(
     benchmark.show(comparison, Console())
     if json is not None:
         json.write_text(dumps(benchmark.as_json(comparison), indent=2) + "\n", encoding="utf-8")
+
+
+@bench_app.command()
+@takes_settings
+def load(
+    settings: Settings,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N,...", help="clients that ask again and again")
+    ] = "1,2,4,8,16,32,64,128",
+    modes: Annotated[
+        str, typer.Option(help="auto = as set; off = plain; on = fixed budget, no guard")
+    ] = "auto,off,on",
+    rounds: Annotated[int, typer.Option(min=1, help="in which the modes take turns")] = 2,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="of a mode in a round, once all clients are answered")
+    ] = 5.0,
+    tokens: Annotated[int, typer.Option(min=2, help="of an answer")] = 64,
+    prompts: PromptSets = None,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Python of an environment with vLLM, to compare with")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="where the results go")] = None,
+    picture: Annotated[Path | None, typer.Option(help="where a PNG goes")] = None,
+) -> None:
+    """Drive the whole service with many clients: speed and latency by concurrency and mode."""
+    from training.evaluation_prompts import default_files
+    from training.picture import new_figure
+
+    benchmark = importlib.import_module("benchmarks.load")
+    report = importlib.import_module("benchmarks.load_report")
+    if picture is not None:  # what is missing is said before the long work
+        new_figure(1, 1)
+    options = benchmark.LoadOptions.parsed(
+        concurrency, modes, rounds, seconds, tokens, prompts or default_files(), vllm
+    )
+    measured = benchmark.measure(settings, options, Console(stderr=True))
+    report.show(measured, Console())
+    if json is not None:
+        json.write_text(dumps(report.as_json(measured), indent=2) + "\n", encoding="utf-8")
+    if picture is not None:
+        report.draw(measured, picture)

@@ -113,6 +113,40 @@ def default_address() -> str:
 
 
 @app.command()
+def scale(
+    verifiers: Annotated[int, typer.Option(min=1, max=64, help="workers that run the target")],
+    drafters: Annotated[int, typer.Option(min=0, max=64, help="workers that draft")],
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=3600.0, metavar="SECONDS", help="for answers of verifiers that leave"
+        ),
+    ] = 30.0,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="of the service", show_default="as `up` would"),
+    ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="of the service, where it is on another machine")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file of settings")
+    ] = None,
+) -> None:
+    """Give the running service more or fewer workers. No answer breaks off."""
+    flags = {"gateway.port": port, "redis.url": redis_url}
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = load_settings(given, config)
+    from asyncio import run
+
+    from launcher.scaling import Wanted
+    from launcher.scaling import scale as ask
+
+    run(ask(settings, Wanted(verifiers, drafters, grace)))
+    print(f"{verifiers} verifiers, {drafters} drafters")
+
+
+@app.command()
 def pull(
     model: Annotated[
         str | None,

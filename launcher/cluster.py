@@ -13,10 +13,14 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayError
+from ray.util import remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coppice.errors import CoppiceError, StartError
 from coppice.settings import Settings
 from drafter_svc.actor import DrafterWorker
+from launcher.placement import NEXT_TO_NOTHING, first_rank, group_of_ranks
 from verifier_svc.actor import VerifierWorker
 
 OBJECT_STORE_BYTES = 100 * 2**20  # Ray carries control calls only
@@ -72,7 +76,9 @@ def connect(settings: Settings, folder: Path) -> None:
         with environment(chosen | {"TMPDIR": str(folder)}):
             ray.init(
                 namespace=settings.ray.namespace,
-                num_cpus=settings.verifier.count + settings.drafter.count,  # so many wait, warm
+                # So many wait, warm.
+                num_cpus=settings.verifier.count * settings.verifier.tensor_parallel
+                + settings.drafter.count,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 log_to_driver=debug,
@@ -131,50 +137,40 @@ def name_of(process: psutil.Process) -> str:
 class Worker:
     name: str
     handle: Any  # Ray's actor handle has no static type
+    group: PlacementGroup | None = None  # of a verifier's ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    verifiers: tuple[Worker, ...]
-    drafters: tuple[Worker, ...]
-
-    @property
-    def all(self) -> tuple[Worker, ...]:
-        return self.verifiers + self.drafters
-
-
-@contextlib.asynccontextmanager
-async def running_workers(settings: Settings) -> AsyncGenerator[Workers, None]:
-    """All workers, ready; stopped at the end. Raises StartError with a worker's own message."""
+def place_verifier(settings: Settings, name: str) -> Worker:
+    """An actor that begins to load; it listens where other hosts of the cluster reach it."""
     host = LOOPBACK if settings.ray.address is None else None
-    drafter_count = 0 if settings.speculation.drafter == "none" else settings.drafter.count
-    verifier, drafter = ray.remote(VerifierWorker), ray.remote(DrafterWorker)
-    verifier_names = [f"verifier-{index}" for index in range(settings.verifier.count)]
-    drafter_names = [f"drafter-{index}" for index in range(drafter_count)]
-    workers = Workers(
-        tuple(
-            Worker(name, verifier.options(**options(name)).remote(settings, name, host))
-            for name in verifier_names
-        ),
-        tuple(
-            Worker(name, drafter.options(**options(name)).remote(settings, name))
-            for name in drafter_names
-        ),
-    )
-    try:
-        await asyncio.gather(*(until_ready(worker) for worker in workers.all))
-        yield workers
-    finally:
-        await asyncio.gather(*(stop(worker.handle) for worker in workers.all))
+    group = group_of_ranks(settings)
+    actor = ray.remote(VerifierWorker).options(**(options(settings, name) | first_rank(group)))
+    return Worker(name, actor.remote(settings, name, host), group)
 
 
-def options(name: str) -> dict[str, Any]:
+def place_drafter(settings: Settings, name: str) -> Worker:
+    actor = ray.remote(DrafterWorker)
+    return Worker(name, actor.options(**options(settings, name)).remote(settings, name))
+
+
+def options(settings: Settings, name: str) -> dict[str, Any]:
     return {
         "name": name,
-        "num_cpus": 0,
+        "num_cpus": NEXT_TO_NOTHING,  # for none at all Ray would take any host
         "max_restarts": -1,
         "max_task_retries": 0,  # a call to an actor that died fails at once: its caller decides
+        "scheduling_strategy": host_in_turn(settings.model.device, name),
     }
+
+
+def host_in_turn(device: str, name: str) -> NodeAffinitySchedulingStrategy:
+    """Hosts (those with GPUs, where there are any to be used) take the workers of a kind in turn,
+    so that a host that is lost takes few along. Once the host is gone another one will do."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with_gpu = [node for node in nodes if node["Resources"].get("GPU") and device != "cpu"]
+    hosts = sorted(node["NodeID"] for node in with_gpu or nodes)
+    number = int(name.rpartition("-")[2])
+    return NodeAffinitySchedulingStrategy(hosts[number % len(hosts)], soft=True)
 
 
 async def until_ready(worker: Worker) -> None:
@@ -186,12 +182,15 @@ async def until_ready(worker: Worker) -> None:
         raise StartError(start_message(worker.name, error)) from None
 
 
-async def stop(handle: Any) -> None:
-    """Asks the worker to stop, then ends its process."""
+async def stop(worker: Worker, grace_seconds: float) -> None:
+    """Asks the worker to stop, running sessions after their grace, then ends its process."""
     with contextlib.suppress(RayError, TimeoutError):
-        await asyncio.wait_for(handle.stop.remote(), STOP_SECONDS)
+        async with asyncio.timeout(grace_seconds + STOP_SECONDS):
+            await worker.handle.stop.remote(grace_seconds)
     with contextlib.suppress(RayError):
-        ray.kill(handle, no_restart=True)
+        ray.kill(worker.handle, no_restart=True)
+        if worker.group is not None:
+            await asyncio.to_thread(remove_placement_group, worker.group)
 
 
 def start_message(name: str, error: BaseException) -> str:

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from coppice.models.hub import resolve_model
+from coppice.redis_calls import redis_client
+from coppice.registry import Registry
 from coppice.settings import Settings
 from coppice.tokenizer import Tokenizer
 from drafter_svc.building import draft_model_path
+from gateway.membership import Membership
 from gateway.ray_workers import RayDrafter, RayVerifier
 from gateway.router import Router
 from gateway.server import GatewayServer
 from gateway.sessions import SessionStore
-from launcher.cluster import Workers, ray_cluster, running_workers
+from launcher.cluster import ray_cluster
+from launcher.fleet import Fleet, running_fleet
 from launcher.ports import check_ports
 from launcher.redis_server import check_redis, embedded_redis
+from launcher.scaling import findable, scalable
 from launcher.terminal import Steps
 from protos.common_pb2 import ModelInfo
 
@@ -64,14 +69,17 @@ async def service(settings: Settings, steps: Steps) -> AsyncGenerator[Running, N
         if url is None:
             url = await parts.enter_async_context(embedded_redis(folder))
         await check_redis(url)
+        settings = with_redis(settings, url)
         steps.begin("starting Ray")
         await parts.enter_async_context(ray_cluster(settings, folder))
         steps.begin("loading model and drafter")
-        workers = await parts.enter_async_context(running_workers(settings))
+        fleet = await parts.enter_async_context(running_fleet(settings))
         steps.begin("opening the gateway")
         gateway, model = await parts.enter_async_context(
-            running_gateway(settings, path, url, workers)
+            running_gateway(settings, path, url, fleet)
         )
+        await parts.enter_async_context(scalable(settings, url, fleet))
+        parts.enter_context(findable(settings, gateway.port, url))
         host = (
             f"[{settings.gateway.host}]" if ":" in settings.gateway.host else settings.gateway.host
         )
@@ -79,27 +87,38 @@ async def service(settings: Settings, steps: Steps) -> AsyncGenerator[Running, N
             f"{host}:{gateway.port}",
             f"{host}:{gateway.http_port}",
             model,
-            settings.speculation.drafter if workers.drafters else "none",
+            settings.speculation.drafter if fleet.drafter_names else "none",
             time.monotonic() - began,
         )
 
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    settings: Settings, model_path: Path, redis_url: str, workers: Workers
+    settings: Settings, model_path: Path, redis_url: str, fleet: Fleet
 ) -> AsyncGenerator[tuple[GatewayServer, ModelInfo], None]:
     """Both doors open, and what is served behind them."""
     tokenizer = Tokenizer.load(model_path)
     sessions = await SessionStore.connect(redis_url, settings.redis.session_ttl_seconds)
+    namespace = settings.ray.namespace
+
+    def verifier(name: str) -> RayVerifier:
+        return RayVerifier(name, namespace)
+
+    def drafter(name: str) -> RayDrafter:
+        return RayDrafter(name, namespace)
+
     router = Router(
-        [RayVerifier(worker.name, worker.handle) for worker in workers.verifiers],
-        [RayDrafter(worker.name, worker.handle) for worker in workers.drafters],
+        [verifier(name) for name in fleet.verifier_names],
+        [drafter(name) for name in fleet.drafter_names],
     )
+    registry = Registry(redis_client(redis_url), namespace)
+    membership = Membership(router, registry, verifier, drafter)
     async with contextlib.AsyncExitStack() as parts:
         parts.push_async_callback(sessions.close)
         parts.push_async_callback(router.close)
+        parts.push_async_callback(membership.close)
         model = await router.start(CONNECT_SECONDS)
-        gateway = GatewayServer(settings.gateway, tokenizer, model, router, sessions)
+        gateway = GatewayServer(settings.gateway, tokenizer, model, router, sessions, membership)
         await gateway.start()
         parts.pop_all()  # now the gateway's
         try:
@@ -115,6 +134,12 @@ def named(settings: Settings) -> Settings:
     name = settings.model.path.rstrip("/")
     model = settings.model.model_copy(update={"served_name": name})
     return settings.model_copy(update={"model": model})
+
+
+def with_redis(settings: Settings, url: str) -> Settings:
+    """With the server that is used, for the workers to register there."""
+    redis = settings.redis.model_copy(update={"url": url})
+    return settings.model_copy(update={"redis": redis})
 
 
 @contextlib.contextmanager

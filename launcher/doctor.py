@@ -35,7 +35,7 @@ def examine(settings: Settings) -> list[Finding]:
         *machine,
         *(package(name) for name in PACKAGES),
         *backends(settings.model.device),
-        numerics(settings.model),
+        numerics(settings.model, settings.verifier.tensor_parallel),
         asyncio.run(redis(settings.redis.url)),
         ray(settings.ray.address),
         *model_and_head(settings),
@@ -110,7 +110,7 @@ def backends(device: str) -> list[Finding]:
     return [Finding("gpu", "ok", "none, the CPU serves"), kernels]
 
 
-def numerics(model: ModelSettings) -> Finding:
+def numerics(model: ModelSettings, ranks: int) -> Finding:
     """The numerics fingerprint: answers are equal bit for bit where this is equal."""
     from coppice.models.placement import (
         choose_device,
@@ -125,7 +125,7 @@ def numerics(model: ModelSettings) -> Finding:
         quantize = choose_quantization(model.quantization, dtype, device)
     except StartError as error:
         return Finding("numerics", "missing", str(error), "choose other settings of the model")
-    return Finding("numerics", "ok", fingerprint(dtype, device, quantize))
+    return Finding("numerics", "ok", fingerprint(dtype, device, quantize, ranks))
 
 
 async def redis(url: str | None) -> Finding:

@@ -14,6 +14,9 @@ from launcher.sources import Leaf, leaves, load_settings
 SHORT_FLAGS = {
     "model.path": "--model",
     "speculation.head": "--head",
+    "verifier.count": "--verifiers",
+    "verifier.tensor_parallel": "--tensor-parallel",
+    "drafter.count": "--drafters",
     "gateway.host": "--host",
     "gateway.port": "--port",
 }

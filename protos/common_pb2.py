@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/common.proto\x12\ncoppice.v1\"\xe7\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).coppice.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\x05H\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xae\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\".\n\tTokenProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"Z\n\rTokenLogprobs\x12%\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x15.coppice.v1.TokenProb\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.coppice.v1.TokenProb\"\x85\x02\n\x10SpeculationStats\x12\x19\n\x11speculative_steps\x18\x01 \x01(\r\x12\x13\n\x0bplain_steps\x18\x02 \x01(\r\x12\x15\n\rguarded_steps\x18\x03 \x01(\r\x12\x15\n\rdrafted_nodes\x18\x04 \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x05 \x01(\r\x12\x14\n\x0cstale_drafts\x18\x06 \x01(\r\x12\x18\n\x10malformed_drafts\x18\x07 \x01(\r\x12\x15\n\rmissed_drafts\x18\x08 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\t \x03(\r\x12\x15\n\roffered_depth\x18\n \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe6\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0btarget_hash\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x1c\n\x14numerics_fingerprint\x18\x08 \x01(\t\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x10\n\x08kv_slots\x18\n \x01(\r\x12\x0f\n\x07version\x18\x0b \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x9b\x01\n\x0c\x44\x65\x63odingMode\x12\x1d\n\x19\x44\x45\x43ODING_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ODING_MODE_PREFILL\x10\x01\x12\x17\n\x13\x44\x45\x43ODING_MODE_PLAIN\x10\x02\x12\x1d\n\x19\x44\x45\x43ODING_MODE_SPECULATIVE\x10\x03\x12\x19\n\x15\x44\x45\x43ODING_MODE_GUARDED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/common.proto\x12\ncoppice.v1\"\x99\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x13.coppice.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x42\x0c\n\nconstraint\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"\xa0\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).coppice.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\x05H\x08\x88\x01\x01\x12\x37\n\x11structured_output\x18\x0b \x01(\x0b\x32\x1c.coppice.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"\xae\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\".\n\tTokenProb\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"Z\n\rTokenLogprobs\x12%\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x15.coppice.v1.TokenProb\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.coppice.v1.TokenProb\"\x85\x02\n\x10SpeculationStats\x12\x19\n\x11speculative_steps\x18\x01 \x01(\r\x12\x13\n\x0bplain_steps\x18\x02 \x01(\r\x12\x15\n\rguarded_steps\x18\x03 \x01(\r\x12\x15\n\rdrafted_nodes\x18\x04 \x01(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x05 \x01(\r\x12\x14\n\x0cstale_drafts\x18\x06 \x01(\r\x12\x18\n\x10malformed_drafts\x18\x07 \x01(\r\x12\x15\n\rmissed_drafts\x18\x08 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\t \x03(\r\x12\x15\n\roffered_depth\x18\n \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe6\x01\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0btarget_hash\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x1c\n\x14numerics_fingerprint\x18\x08 \x01(\t\x12\x10\n\x08max_rows\x18\t \x01(\r\x12\x10\n\x08kv_slots\x18\n \x01(\r\x12\x0f\n\x07version\x18\x0b \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x9b\x01\n\x0c\x44\x65\x63odingMode\x12\x1d\n\x19\x44\x45\x43ODING_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ODING_MODE_PREFILL\x10\x01\x12\x17\n\x13\x44\x45\x43ODING_MODE_PLAIN\x10\x02\x12\x1d\n\x19\x44\x45\x43ODING_MODE_SPECULATIVE\x10\x03\x12\x19\n\x15\x44\x45\x43ODING_MODE_GUARDED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1364
-  _globals['_FINISHREASON']._serialized_end=1459
-  _globals['_DECODINGMODE']._serialized_start=1462
-  _globals['_DECODINGMODE']._serialized_end=1617
-  _globals['_SAMPLINGPARAMS']._serialized_start=36
-  _globals['_SAMPLINGPARAMS']._serialized_end=523
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=341
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=389
-  _globals['_STOPPINGPARAMS']._serialized_start=526
-  _globals['_STOPPINGPARAMS']._serialized_end=700
-  _globals['_TOKENPROB']._serialized_start=702
-  _globals['_TOKENPROB']._serialized_end=748
-  _globals['_TOKENLOGPROBS']._serialized_start=750
-  _globals['_TOKENLOGPROBS']._serialized_end=840
-  _globals['_SPECULATIONSTATS']._serialized_start=843
-  _globals['_SPECULATIONSTATS']._serialized_end=1104
-  _globals['_TOKENIDS']._serialized_start=1106
-  _globals['_TOKENIDS']._serialized_end=1129
-  _globals['_MODELINFO']._serialized_start=1132
-  _globals['_MODELINFO']._serialized_end=1362
+  _globals['_FINISHREASON']._serialized_start=1604
+  _globals['_FINISHREASON']._serialized_end=1699
+  _globals['_DECODINGMODE']._serialized_start=1702
+  _globals['_DECODINGMODE']._serialized_end=1857
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=36
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=189
+  _globals['_CHOICES']._serialized_start=191
+  _globals['_CHOICES']._serialized_end=216
+  _globals['_SAMPLINGPARAMS']._serialized_start=219
+  _globals['_SAMPLINGPARAMS']._serialized_end=763
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=581
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=629
+  _globals['_STOPPINGPARAMS']._serialized_start=766
+  _globals['_STOPPINGPARAMS']._serialized_end=940
+  _globals['_TOKENPROB']._serialized_start=942
+  _globals['_TOKENPROB']._serialized_end=988
+  _globals['_TOKENLOGPROBS']._serialized_start=990
+  _globals['_TOKENLOGPROBS']._serialized_end=1080
+  _globals['_SPECULATIONSTATS']._serialized_start=1083
+  _globals['_SPECULATIONSTATS']._serialized_end=1344
+  _globals['_TOKENIDS']._serialized_start=1346
+  _globals['_TOKENIDS']._serialized_end=1369
+  _globals['_MODELINFO']._serialized_start=1372
+  _globals['_MODELINFO']._serialized_end=1602
 # @@protoc_insertion_point(module_scope)

@@ -172,6 +172,7 @@ class GenerateResponse(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """whole characters only"""
@@ -180,7 +181,11 @@ class GenerateResponse(_message.Message):
     seed: _builtins.int
     """with the first piece: the seed in use"""
     stop_reason: _builtins.str
-    """the stop string or token id that ended it"""
+    """what ended it: the stop string or token id, or "grammar" """
+    numerics_changed: _builtins.bool
+    """From here on another machine's arithmetic (numerics_fingerprint) goes on with an
+    answer that a lost verifier began: its tokens need not be those of either alone.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -202,10 +207,11 @@ class GenerateResponse(_message.Message):
         speculation: _common_pb2.SpeculationStats | None = ...,
         seed: _builtins.int = ...,
         stop_reason: _builtins.str = ...,
+        numerics_changed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "mode", b"mode", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "mode", b"mode", "numerics_changed", b"numerics_changed", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -196,14 +196,14 @@ class RunEvent(_message.Message):
     drafter: Global___DrafterState.ValueType
     finish_reason: _common_pb2.FinishReason.ValueType
     stop_reason: _builtins.str
-    """the stop string or token id that ended it"""
+    """what ended it: the stop string or token id, or "grammar" """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
     @_builtins.property
     def stats(self) -> _common_pb2.SpeculationStats:
-        """with the finish reason"""
+        """with tokens: of all steps so far"""
 
     def __init__(
         self,

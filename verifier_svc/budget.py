@@ -7,8 +7,9 @@ Speed with n nodes for each of S sessions = S * (1 + gain(n)) / (draft(n, S) + s
 - step(rows): seconds of a pass, measured at start and refined by every pass.
 With n = 0 this is plain decoding, so speculation is used only where it pays. The rows of all
 sessions are paid for, so trees shrink as sessions join, and to nothing where rows have become
-dear. What has not been tried is assumed to be good, and now and then another number than the best
-is asked for.
+dear. Of the trees that arrive only the nodes are verified whose calibrated probability is worth
+their row, by one threshold for all sessions; n in step(...) is what is left of it. What has not
+been tried is assumed to be good, and now and then another number than the best is asked for.
 """
 
 import math
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coppice.tree import MAX_ROWS, DraftTree
+from verifier_svc.calibration import Calibration
 from verifier_svc.costs import CostCurve
 
 SIZES = (1, 2, 3, 5, 7, 11, 15, 31, 63)
@@ -37,6 +39,8 @@ _WORSE = 0.1  # they end when the loss turns out to be that much more
 # granted already they need only be no slower, or a load that sways would toss between the two.
 _MARGIN = 1.03
 _SEEN = 32  # walks after which a gain is a measurement
+# No node is ever asked for more than this probability: the threshold is an estimate.
+_MOST_ASKED = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,10 @@ class Budget:
     most: int
     row_budget: int
     adaptive: bool = True  # False: as many nodes as there is room for, always
+    calibration: Calibration = field(default_factory=Calibration)
     _sizes: tuple[int, ...] = field(init=False)
     _gain: dict[int, float] = field(init=False)
+    _verified: dict[int, float] = field(init=False)  # nodes that are left of a tree's n
     _walks: dict[int, int] = field(init=False)
     _draft: dict[int, CostCurve] = field(init=False)
     _steps: CostCurve = field(default_factory=lambda: CostCurve(proportional=True))
@@ -79,6 +85,7 @@ class Budget:
     def __post_init__(self) -> None:
         self._sizes = (*(size for size in SIZES if size < self.most), self.most)
         self._gain = {size: min(size, _HOPE) for size in self._sizes}
+        self._verified = {size: float(size) for size in self._sizes}
         self._walks = dict.fromkeys(self._sizes, 0)
         self._draft = {size: CostCurve(proportional=False) for size in self._sizes}
 
@@ -99,8 +106,12 @@ class Budget:
         if all(0.0 <= each < math.inf for each in seconds):
             self._levels = tuple(seconds)
 
-    def observe_walk(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """`accepted` are the rows of the tree whose tokens were committed, root's child first."""
+    def observe_walk(
+        self, tree: DraftTree, accepted: Sequence[int], verified: int | None = None
+    ) -> None:
+        """`accepted` are the rows of a drafted tree whose tokens were committed, root's child
+        first; `verified` of its nodes were in the pass (None: all)."""
+        left = len(tree) if verified is None else verified
         ranked = sorted(range(len(tree)), key=lambda node: (-tree.scores[node], node))
         self._all_walks += 1
         rank = {node + 1: place for place, node in enumerate(ranked)}
@@ -111,6 +122,8 @@ class Budget:
             self._walks[size] += 1
             weight = max(_WALK_WEIGHT, 1 / (self._walks[size] + _HOPE_WALKS))
             self._gain[size] += weight * (gain - self._gain[size])
+            # Nearly the best ones by score, too, so of a smaller tree as many would be left.
+            self._verified[size] += weight * (min(size, left) - self._verified[size])
 
     def _smallest_above(self, nodes: int) -> int:
         return next((size for size in self._sizes if size >= nodes), self.most)
@@ -130,9 +143,9 @@ class Budget:
 
     def speed(self, nodes: int, decoding: int) -> float:
         """Expected tokens per second of `decoding` sessions with trees of `nodes` nodes."""
-        seconds = self.step_seconds(decoding * (nodes + 1))
         if nodes == 0:
-            return decoding / max(seconds, 1e-9)
+            return decoding / max(self.step_seconds(decoding), 1e-9)
+        seconds = self.step_seconds(round(decoding * (self._verified[nodes] + 1)))
         # A larger tree holds the smaller one, whatever few walks say of it.
         gain = max(self._gain[size] for size in self._sizes if size <= nodes)
         seconds += self.draft_seconds(nodes, decoding)
@@ -155,6 +168,23 @@ class Budget:
     def _fitting(self, decoding: int) -> list[int]:
         cap = self.cap(decoding)
         return [size for size in self._sizes if size <= cap]
+
+    def worthwhile(self, tree: DraftTree) -> DraftTree:
+        """What of an arrived tree is worth verifying."""
+        least = self._least()
+        chances = self.calibration.probabilities(tree) if least else []
+        kept = [node for node, chance in enumerate(chances) if chance >= least]
+        return tree.keeping(kept) if least and len(kept) < len(tree) else tree
+
+    def _least(self) -> float:
+        """The probability that pays for a node's row: the tokens that all sessions commit in the
+        time that a row more takes, on average over the rows of whole trees."""
+        nodes, decoding = self._granted.nodes, self._granted.sessions
+        if not self.adaptive or nodes == 0:
+            return 0.0
+        added = decoding * nodes
+        dearer = self.step_seconds(decoding + added) - self.step_seconds(decoding)
+        return min(max(0.0, self.speed(nodes, decoding) * dearer / added), _MOST_ASKED)
 
     # ---- the choice --------------------------------------------------------
 

@@ -75,7 +75,10 @@ def receive_tree(
             session.stats.stale_drafts += 1
             return
         tree = rerooted
-    draft.tree, draft.draft_id = tree, message.draft_id
+    draft.drafted = tree
+    if session.stopper.grammar is not None:
+        tree = session.stopper.grammar.pruned(tree)
+    draft.tree, draft.draft_id = budget.worthwhile(tree), message.draft_id
     draft.exact = message.base_length == length
     if draft.exact:  # else a better one is on its way, and this one is for when it is late
         draft.awaited_until = None

@@ -71,7 +71,7 @@ class Engine:
         speculation = self.settings.speculation
         self.budget = Budget(speculation.nodes, verifier.row_budget, speculation.budget == "auto")
         self.guard = Guard(self.settings.guard, speculation.drafter, self.budget.advantage)
-        self.pace = PrefillPace(verifier.prefill_chunk)
+        self.pace = PrefillPace(verifier.prefill_chunk, self.budget.step_seconds)
         dtype = dtype_name(self.runner.model.dtype)
         self._features = drafting.FeatureSource(self.runner.read_features, dtype)
 
@@ -107,7 +107,8 @@ class Engine:
         if self._stopping:
             return False
         now = time.monotonic()
-        closed = self.guard.update(len(self.sessions), now)
+        depth = sum(not session.paused for session in self.sessions.values())
+        closed = self.guard.update(depth, now)
         self._drop_late_drafts(now, closed)
         planned = self._plan()
         if planned.shares:
@@ -117,7 +118,8 @@ class Engine:
         if not self.sessions:
             self.check_integrity()
         if not planned.shares and block:
-            self._inbox.wait(planned.wait_until)
+            wakes = [at for at in (planned.wait_until, self.runner.idle()) if at is not None]
+            self._inbox.wait(min(wakes, default=None))
             if self.sessions:
                 self.timings.wait += time.monotonic() - now
         return bool(planned.shares)
@@ -125,7 +127,7 @@ class Engine:
     def _plan(self) -> PassPlan:
         verifier = self.settings.verifier
         limits = Limits(
-            verifier.prefill_chunk, self.pace.tokens, verifier.row_budget, headroom=MAX_ROWS
+            verifier.prefill_chunk, self.pace.parts, verifier.row_budget, headroom=MAX_ROWS
         )
         planned = plan_pass(self.sessions.values(), self.slots, limits)
         for session in planned.preempted:
@@ -171,6 +173,20 @@ class Engine:
         """The gateway has left: slots are free before the next pass."""
         if self.sessions.get(session.session_id) is session:
             self.close(session, None)
+
+    def pause(self, session: Session) -> None:
+        """The gateway does not keep up: the session takes part in no pass, and what it has computed
+        stays until it is evicted."""
+        self.slots.give_up(session.table, session.tokens)
+        session.waiting = session.paused = True
+        drafting.pause(session)
+
+    def taken(self, session: Session, tokens: int) -> None:
+        """The gateway has taken so many more tokens; a paused session goes on when half of the
+        limit is left."""
+        session.untaken -= tokens
+        if session.untaken <= self.settings.verifier.max_untaken // 2:
+            session.paused = False
 
     def close(self, session: Session, error: CoppiceError | None) -> None:
         """The prefix tree takes what a session has computed; its drafter is told, and its gateway
@@ -261,6 +277,8 @@ class Engine:
         if not self.guard.closed:
             grant = self.budget.choose(decoding)
         self.metrics.node_budget.set(grant.nodes)
+        self.metrics.grants.inc()
+        self.metrics.granted_nodes.inc(grant.nodes)
         now = time.monotonic()
         if drafting.tell_committed(session, grant, accepted, now, self._features):
             steps = _LEAST_STEPS if self.budget.adaptive else _LEAST_STEPS_FIXED

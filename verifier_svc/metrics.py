@@ -22,17 +22,26 @@ class VerifierMetrics:
         self.registry = CollectorRegistry()
         self._worker = worker
         self.queue_depth = self._gauge("queue_depth", "Sequences running and waiting")
+        self._sessions = Gauge(
+            "coppice_sessions", "Sessions", ["worker", "state"], registry=self.registry
+        )
         self.guard_mode = self._gauge("guard_mode", "1 while the guard holds decoding plain")
         self._kv_slots = Gauge(
             "coppice_kv_slots", "Token slots", ["worker", "state"], registry=self.registry
         )
         self.node_budget = self._gauge("node_budget", "Nodes granted to the last tree")
+        self.grants = self._counter("grants", "Times that a drafter was told what it may draft")
+        self.granted_nodes = self._counter("granted_nodes", "Nodes granted by all of them")
         self.acceptance_rate = self._gauge(
             "speculative_acceptance_rate",
             "Accepted drafted tokens over the depth of the trees offered, running mean",
         )
         self.tokens_per_step = self._gauge(
             "speculative_tokens_per_step", "Tokens committed per verification, running mean"
+        )
+        self.calibration_error = self._gauge(
+            "speculative_calibration_error",
+            "Mean gap between predicted and observed acceptance of nodes",
         )
         self.accepted_length = self._histogram(
             "speculative_accepted_length", "Drafted tokens accepted per tree", tuple(range(13))
@@ -83,8 +92,16 @@ class VerifierMetrics:
         self.tokens_per_step.set(self._mean_tokens)
 
     def observe_state(self, engine: "Engine") -> None:
-        self.queue_depth.set(len(engine.sessions))
+        sessions = engine.sessions.values()
+        paused = sum(session.paused for session in sessions)
+        waiting = sum(session.waiting for session in sessions) - paused
+        running = len(sessions) - waiting - paused
+        self.queue_depth.set(running + waiting)
+        states = {"running": running, "waiting": waiting, "paused": paused}
+        for state, number in states.items():
+            self._sessions.labels(self._worker, state).set(number)
         self.guard_mode.set(engine.guard.closed)
+        self.calibration_error.set(engine.budget.calibration.error)
         slots = engine.slots
         for state, number in (("used", slots.used), ("cached", slots.cached), ("free", slots.free)):
             self._kv_slots.labels(self._worker, state).set(number)

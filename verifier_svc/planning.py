@@ -23,10 +23,12 @@ class PassPlan:
 def plan_pass(sessions: Collection[Session], slots: SlotPool, limits: Limits) -> PassPlan:
     """Plans for sessions in order of arrival; the slots for the planned shares are available."""
     running = [session for session in sessions if not session.waiting]
-    waiting = [session for session in sessions if session.waiting]
+    waiting = [session for session in sessions if session.waiting and not session.paused]
     # What another one with the same prompt has computed meanwhile is there for all.
     matched = sum(slots.match(s.table, s.tokens) for s in running if s.pending > 1)
-    matched += _admit(running, waiting, slots, limits)
+    matched += _admit([session.pending for session in running], waiting, slots, limits)
+    # A session that goes on after a pause may be older than some that run.
+    running = [session for session in sessions if not session.waiting]
     preempted: list[Session] = []
     while True:
         planned = scheduler.plan([_view(session) for session in running], slots.available, limits)
@@ -39,19 +41,16 @@ def plan_pass(sessions: Collection[Session], slots: SlotPool, limits: Limits) ->
     return PassPlan(planned.shares, planned.wait_until, tuple(preempted), matched)
 
 
-def _admit(
-    running: list[Session], waiting: Iterable[Session], slots: SlotPool, limits: Limits
-) -> int:
-    """Moves those who can start from `waiting` to `running`; returns the tokens matched."""
+def _admit(pending: list[int], waiting: Iterable[Session], slots: SlotPool, limits: Limits) -> int:
+    """Starts those of `waiting` who can, beside running ones with so many `pending` tokens; returns
+    the tokens matched."""
     matched = 0
-    pending = [session.pending for session in running]
     for session in waiting:
         price = slots.price(session.tokens)
         if not scheduler.admits(price, slots.available, pending, limits):
             break
         session.waiting = False
         matched += slots.match(session.table, session.tokens)
-        running.append(session)
         pending.append(session.pending)
     return matched
 
@@ -63,4 +62,5 @@ def _view(session: Session) -> SessionView:
         session.pending,
         len(tree) if tree is not None else 0,
         session.draft.awaited_until,
+        len(session.slots),
     )

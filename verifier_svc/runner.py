@@ -21,6 +21,7 @@ class Rows:
     context: Sequence[int]  # slots of all earlier positions
     masks: Sequence[int] | None  # [rows] ancestry words, None: causal
     logits: int  # of how many rows, counted from the last, logits are wanted
+    greedy: bool = False  # not the logits are wanted but the ids of the largest
 
 
 class Runner:
@@ -37,43 +38,63 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Rows]) -> list[Tensor]:
-        """Runs one pass. Returns logits [wanted, vocab] (fp32) per session."""
-        tokens = self._ids([token for rows in batch for token in rows.tokens])
-        slots = self._ids([slot for rows in batch for slot in rows.slots])
-        positions = self._ids([position for rows in batch for position in rows.positions])
-        segments: list[Segment] = []
-        start = 0
-        for rows in batch:
-            stop = start + len(rows.tokens)
-            masks = None if rows.masks is None else self._ids(rows.masks)
-            context = self._ids(rows.context)
-            segments.append(Segment(stop - start, context, slots[start:stop], masks))
-            start = stop
-        attention = AttentionBatch(slots, positions, tuple(segments))
+        """Runs one pass. Returns logits [wanted, vocab] (fp32) per session, of a greedy one the ids
+        of the largest [wanted]."""
+        tokens, attention = tensors(batch, self.model.device)
         if self.feature_layers:
             hidden, features = self.model.forward_with_inputs(
                 tokens, self.cache, attention, self.feature_layers
             )
         else:
             hidden = features = self.model.forward(tokens, self.cache, attention)
-        self.features.index_copy_(0, slots, features)
-        return self._logits(hidden, batch)
+        self.features.index_copy_(0, attention.slots, features)
+        return scores(self.model, hidden, batch)
 
-    def _logits(self, hidden: Tensor, batch: Sequence[Rows]) -> list[Tensor]:
-        wanted: list[int] = []
-        start = 0
-        for rows in batch:
-            start += len(rows.tokens)
-            wanted.extend(range(start - rows.logits, start))
-        if not wanted:
-            return [hidden.new_empty((0, self.model.config.vocab_size)) for _ in batch]
-        logits = self.model.logits(hidden[self._ids(wanted)])
-        return list(torch.split(logits, [rows.logits for rows in batch]))
+    def idle(self) -> float | None:
+        """To be called instead of `run` where there is nothing to run, and again at the time of
+        `time.monotonic` that it returns, if any."""
+        return None
+
+    def close(self) -> None:
+        """After the last pass."""
 
     def read_features(self, slots: Sequence[int]) -> bytes:
         """Features of `slots` as little-endian rows in the model's dtype."""
-        rows = self.features[self._ids(slots)].cpu()
+        rows = self.features[_ids(slots, self.model.device)].cpu()
         return rows.view(torch.uint8).numpy().tobytes()
 
-    def _ids(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.model.device)
+
+def tensors(batch: Sequence[Rows], device: torch.device) -> tuple[Tensor, AttentionBatch]:
+    """The tokens [rows] of a pass, and what they read and write."""
+    tokens = _ids([token for rows in batch for token in rows.tokens], device)
+    slots = _ids([slot for rows in batch for slot in rows.slots], device)
+    positions = _ids([position for rows in batch for position in rows.positions], device)
+    segments: list[Segment] = []
+    start = 0
+    for rows in batch:
+        stop = start + len(rows.tokens)
+        masks = None if rows.masks is None else _ids(rows.masks, device)
+        context = _ids(rows.context, device)
+        segments.append(Segment(stop - start, context, slots[start:stop], masks))
+        start = stop
+    return tokens, AttentionBatch(slots, positions, tuple(segments))
+
+
+def scores(model: Decoder, hidden: Tensor, batch: Sequence[Rows]) -> list[Tensor]:
+    """What `Runner.run` returns, from features [rows, hidden]: of one product for all."""
+    greedy, others = list[int](), list[int]()
+    start = 0
+    for rows in batch:
+        start += len(rows.tokens)
+        (greedy if rows.greedy else others).extend(range(start - rows.logits, start))
+    if not greedy and not others:
+        return [hidden.new_empty((0, model.config.vocab_size)) for _ in batch]
+    wanted = hidden[_ids(greedy + others, hidden.device)]  # [wanted, hidden]
+    ids, logits = model.scores(wanted, len(greedy))
+    ids_of = iter(ids.split([rows.logits for rows in batch if rows.greedy]))
+    logits_of = iter(logits.split([rows.logits for rows in batch if not rows.greedy]))
+    return [next(ids_of if rows.greedy else logits_of) for rows in batch]
+
+
+def _ids(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -7,16 +7,8 @@ dropped first, then the youngest session is preempted (its tokens stay, its slot
 later). Available slots are those that are free and those that the prefix tree can give back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    prefill_chunk: int  # prompt tokens of one pass
-    prefill_beside: int  # the same, while others decode
-    row_budget: int  # tree rows of one pass
-    headroom: int  # slots that an admission leaves for the first steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +19,16 @@ class SessionView:
     pending: int  # tokens without KV, at least 1 (the root)
     nodes: int = 0  # of the tree that has arrived
     awaited_until: float | None = None  # a tree is still expected, until then
+    context: int = 0  # tokens with KV
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    prefill_chunk: int  # prompt tokens of one pass
+    # The same, while others decode with so many rows: for each of the prompts that get any.
+    prefill_beside: Callable[[int, Sequence[SessionView]], Sequence[int]]
+    row_budget: int  # tree rows of one pass
+    headroom: int  # slots that an admission leaves for the first steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def plan(views: Sequence[SessionView], available: int, limits: Limits) -> Plan:
     """The next pass for running sessions in order of arrival."""
     prefilling = [view for view in views if view.pending > 1]
     decoding = [view for view in views if view.pending == 1]
-    chunk = limits.prefill_beside if decoding else limits.prefill_chunk
+    beside = _decode_shares(decoding, limits)
     until = [view.awaited_until for view in decoding if view.awaited_until is not None]
     if until:
         # Whoever decodes plainly, or reads its prompt, does not wait for the drafts of others,
@@ -69,7 +71,13 @@ def plan(views: Sequence[SessionView], available: int, limits: Limits) -> Plan:
         if not prefilling and (len(ready) < len(until) or all(view.nodes for view in ready)):
             return Plan(wait_until=min(until))
         decoding = ready
-    shares = [*_decode_shares(decoding, limits), *_prefill_shares(prefilling, chunk)]
+    shares = _decode_shares(decoding, limits)
+    if beside:
+        rows = sum(share.rows + share.nodes for share in beside)
+        parts = limits.prefill_beside(rows, prefilling)
+        shares += [Share(v.session_id, part) for v, part in zip(prefilling, parts, strict=False)]
+    else:
+        shares += _prefill_shares(prefilling, limits.prefill_chunk)
     return _fit(views, shares, available)
 
 

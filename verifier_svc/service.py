@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 import grpc
@@ -13,25 +12,25 @@ from grpc_reflection.v1alpha import reflection
 
 from coppice import __version__
 from coppice.models.config import DecoderConfig
+from coppice.models.decoder import Decoder
 from coppice.models.heads.loading import feature_layers, shipped_head
-from coppice.models.hub import resolve_model
-from coppice.models.loading import load_target, target_hash
-from coppice.models.placement import (
-    choose_device,
-    choose_dtype,
-    choose_quantization,
-    dtype_name,
-    fingerprint,
-)
-from coppice.settings import Settings, SpeculationSettings
+from coppice.models.loading import target_hash
+from coppice.models.placement import dtype_name, fingerprint
+from coppice.settings import Settings, SpeculationSettings, VerifierSettings
 from coppice.tokenizer import Tokenizer
-from coppice.tree import MAX_ROWS, DraftTree
+from coppice.tree import MAX_ROWS
 from kernels import ops
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine import Engine
+from verifier_svc.engine_calls import on_engine
+from verifier_svc.memory import check_pool, free_bytes, slot_bytes
 from verifier_svc.metrics import VerifierMetrics
-from verifier_svc.runner import Rows, Runner
+from verifier_svc.ranks import Ranks
+from verifier_svc.runner import Runner
 from verifier_svc.server import VerifierServicer
+from verifier_svc.target import Target, threads_of
+from verifier_svc.tensor_parallel import LeadingRunner
+from verifier_svc.warm_up import warm_up
 
 SERVICE = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
 _OPTIONS = [
@@ -41,7 +40,6 @@ _OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
 ]
-_WARM_UP_PASSES = 3
 
 log = logging.getLogger(__name__)
 
@@ -50,32 +48,35 @@ class VerifierService:
     """Owns everything that a verifier holds. `start`, then `stop`."""
 
     def __init__(self, settings: Settings, name: str = "verifier-0") -> None:
-        """Loads the model. Raises StartError with one line when that fails."""
-        ops.set_threads(settings.verifier.threads)
-        path = resolve_model(settings.model.path, settings.cache_dir)
-        device = choose_device(settings.model.device)
-        dtype = choose_dtype(settings.model.dtype, device)
-        quantize = choose_quantization(settings.model.quantization, dtype, device)
-        model = load_target(path, dtype, device, settings.model.max_context, quantize)
+        """Loads the model, or the first rank's part of it. Raises StartError with one line when
+        that fails."""
+        verifier = settings.verifier
+        ops.set_threads(threads_of(verifier, 0))
+        target = Target.of(settings)
+        self.ranks: Ranks | None = None  # to be joined before `start`
+        if verifier.tensor_parallel > 1:
+            self.ranks = Ranks(0, verifier.tensor_parallel, target.device)
+        runner = _runner(target, settings, self.ranks)
+        model = runner.model
         self.metrics = VerifierMetrics(name)
-        layers = _feature_layers(settings.speculation, model.config)
-        runner = Runner(model, settings.verifier.kv_slots, layers)
         self.engine = Engine(runner, settings, self.metrics)
         self.info = common_pb2.ModelInfo(
-            model=settings.model.served_name or path.name,
-            target_hash=target_hash(path),
+            model=settings.model.served_name or target.path.name,
+            target_hash=target_hash(target.path),
             vocab_size=model.config.vocab_size,
             hidden_size=model.config.hidden_size,
             # A session alone in the pool always fits: its tokens and the rows of one tree.
-            max_context=min(model.config.max_context, settings.verifier.kv_slots - MAX_ROWS),
-            dtype=dtype_name(dtype),
+            max_context=min(model.config.max_context, verifier.kv_slots - MAX_ROWS),
+            dtype=dtype_name(target.dtype),
             eos_token_ids=model.config.eos_token_ids,
-            numerics_fingerprint=fingerprint(dtype, device, quantize),
+            numerics_fingerprint=fingerprint(
+                target.dtype, target.device, target.quantize, verifier.tensor_parallel
+            ),
             max_rows=MAX_ROWS,
-            kv_slots=settings.verifier.kv_slots,
+            kv_slots=verifier.kv_slots,
             version=__version__,
         )
-        tokenizer = Tokenizer.load(path)
+        tokenizer = Tokenizer.load(target.path)
         self._servicer = VerifierServicer(
             self.engine, model, tokenizer, self.info, self._set_not_serving
         )
@@ -89,7 +90,7 @@ class VerifierService:
         self, host: str = "127.0.0.1", on_crash: Callable[[], None] | None = None
     ) -> str:
         """Serves; returns "host:port". `on_crash` is called when the engine's loop fails."""
-        _warm_up(self.engine)
+        warm_up(self.engine)
         self._server = grpc.aio.server(options=_OPTIONS)
         verifier_pb2_grpc.add_VerifierServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -102,6 +103,10 @@ class VerifierService:
         self._thread.start()
         return f"{host}:{port}"
 
+    async def sessions(self) -> int:
+        """How many it has, running and waiting. Raises Unavailable when the engine is stuck."""
+        return await on_engine(self.engine, lambda: len(self.engine.sessions))
+
     async def stop(self, grace_seconds: float = 0.0) -> None:
         """Drains for `grace_seconds`, then frees everything."""
         if self._server is None or self._thread is None:
@@ -110,6 +115,8 @@ class VerifierService:
             await self._servicer.drain(grace_seconds)
         self.engine.stop()
         await asyncio.to_thread(self._thread.join, 10.0)
+        if not self._thread.is_alive():
+            self.engine.runner.close()
         await self._server.stop(0.5)
         self._server = self._thread = None
 
@@ -131,30 +138,29 @@ class VerifierService:
             await self._health.set(name, status)
 
 
+def _runner(target: Target, settings: Settings, ranks: Ranks | None) -> Runner:
+    if ranks is None:
+        model = target.load()
+        layers = _feature_layers(settings.speculation, model.config)
+        _check_memory(model, layers, settings.verifier)
+        return Runner(model, settings.verifier.kv_slots, layers)
+    shard = target.load_shard(ranks)
+    layers = _feature_layers(settings.speculation, shard.config)
+    _check_memory(shard, layers, settings.verifier)
+    return LeadingRunner(shard, settings.verifier.kv_slots, layers)
+
+
+def _check_memory(model: Decoder, layers: tuple[int, ...], verifier: VerifierSettings) -> None:
+    """Raises StartError when the pool does not fit beside the target."""
+    # On a CPU the ranks share one memory; each GPU has its own, for its rank's part.
+    own = model.config if model.device.type == "cpu" else model.own
+    features = model.config.hidden_size * max(1, len(layers))
+    each = slot_bytes(own, features, model.dtype)
+    check_pool(verifier.kv_slots, each, free_bytes(model.device), verifier.memory_fraction)
+
+
 def _feature_layers(speculation: SpeculationSettings, target: DecoderConfig) -> tuple[int, ...]:
     """The layers whose inputs the drafters of these settings read; none: the final feature."""
     if speculation.drafter != "eagle":
         return ()
     return feature_layers(speculation.head or shipped_head(), target)
-
-
-def _warm_up(engine: Engine) -> None:
-    """Measures passes of trees, one or several, before anything is served."""
-    verifier = engine.settings.verifier
-    rows = 1
-    while rows <= min(max(MAX_ROWS, verifier.row_budget), verifier.kv_slots):
-        starts = range(0, rows, MAX_ROWS)
-        trees = [_chain(start, min(MAX_ROWS, rows - start)) for start in starts]
-        seconds: list[float] = []
-        for _ in range(_WARM_UP_PASSES):
-            started = time.monotonic()
-            engine.runner.run(trees)
-            seconds.append(time.monotonic() - started)
-        engine.budget.observe_step(rows, min(seconds))
-        rows *= 2
-
-
-def _chain(slot: int, rows: int) -> Rows:
-    """A chain at the start of a context, in slots from `slot` on."""
-    chain = DraftTree(tuple(range(rows - 1)), tuple(range(rows - 1)), (0.0,) * (rows - 1))
-    return Rows([0] * rows, range(rows), range(slot, slot + rows), [], chain.masks(), rows)

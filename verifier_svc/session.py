@@ -57,6 +57,7 @@ class DraftState:
     told_paused: bool = False
     tree: DraftTree | None = None
     draft_id: int = 0
+    drafted: DraftTree | None = None  # the tree with what was left out of it
     exact: bool = False  # the tree came in time, not re-rooted
     awaited_until: float | None = None
     granted: int = 0  # nodes of a tree at most
@@ -64,7 +65,7 @@ class DraftState:
     asks: Asks = field(default_factory=Asks)
 
     def forget_tree(self) -> None:
-        self.tree = None
+        self.tree = self.drafted = None
         self.draft_id = 0
         self.awaited_until = None
 
@@ -83,7 +84,9 @@ class Session:
     speculation: bool
     draft: DraftState
     table: PageTable = field(default_factory=PageTable)
-    waiting: bool = True  # not admitted yet, or preempted
+    waiting: bool = True  # not admitted yet, preempted, or paused
+    untaken: int = 0  # tokens that are still on their way to the gateway, as its sink counts them
+    paused: bool = False  # too many of them: it waits for the gateway
     stats: common_pb2.SpeculationStats = field(default_factory=common_pb2.SpeculationStats)
 
     @property
@@ -98,6 +101,11 @@ class Session:
     @property
     def pending(self) -> int:
         return len(self.tokens) - len(self.slots)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next step needs no more of its logits than the ids of the largest."""
+        return self.sampler.is_argmax and self.params.logprobs is None
 
     @property
     def drafter_state(self) -> verifier_pb2.DrafterState.ValueType:
@@ -137,9 +145,12 @@ def new_session(
 ) -> Session:
     """A session that goes on from `committed`, whatever was before. Without a seed it is 0.
 
-    Raises InvalidArgument when the answer has ended with `committed`.
+    Raises InvalidArgument when the answer has ended with `committed`, FailedPrecondition when its
+    grammar forbids it.
     """
-    sampler = Sampler(sampling, sampling.seed or 0, prompt, min_tokens, stopper.ending_ids)
+    sampler = Sampler(
+        sampling, sampling.seed or 0, prompt, min_tokens, stopper.ending_ids, stopper.grammar
+    )
     for token in committed:
         sampler.accept(token)
         if stopper.push(token) is not None:

@@ -31,6 +31,7 @@ class Work:
 
     session: Session
     tree: DraftTree
+    drafted: DraftTree  # the tree with what the grammar forbids, and what is not worth a row
     slots: list[int]  # taken for the rows
     prefill: bool
 
@@ -43,6 +44,7 @@ class Work:
 def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     """Runs the planned shares, whose slots fit, and commits what comes of them."""
     works = [_take(engine, share) for share in shares]
+    parts = [(len(work.slots), len(work.session.slots)) for work in works if work.prefill]
     started = time.monotonic()
     logits = engine.runner.run([_rows(work) for work in works])
     verified = time.monotonic()
@@ -53,21 +55,22 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     engine.timings.verify += verified - started
     engine.timings.commit += done - verified
     engine.metrics.verify_latency.observe(verified - started)
-    prompt = sum(len(work.slots) for work in works if work.prefill)
     rows = sum(work.tree.rows for work in works if not work.prefill)
-    if not prompt:
+    if not parts:
         engine.budget.observe_step(rows, done - started)
     elif rows:
-        engine.pace.observe(prompt, done - started, engine.budget.step_seconds(rows))
+        engine.pace.observe(rows, parts, done - started)
 
 
 def _take(engine: "Engine", share: Share) -> Work:
     session = engine.sessions[share.session_id]
     tree = session.draft.tree or DraftTree()
-    tree = tree.trimmed(share.nodes)
+    drafted = session.draft.drafted or tree
+    if share.nodes < len(tree):
+        tree = drafted = tree.trimmed(share.nodes)
     slots = engine.slots.allocate(share.rows + len(tree))
     assert slots is not None, "the scheduler planned more slots than there are"
-    return Work(session, tree, slots, prefill=session.pending > 1)
+    return Work(session, tree, drafted, slots, prefill=session.pending > 1)
 
 
 def _rows(work: Work) -> Rows:
@@ -76,11 +79,12 @@ def _rows(work: Work) -> Rows:
         rows = len(work.slots)
         tokens = session.tokens[start : start + rows]
         positions = range(start, start + rows)
-        return Rows(tokens, positions, work.slots, session.slots, None, int(work.samples))
+        wanted = int(work.samples)
+        return Rows(tokens, positions, work.slots, session.slots, None, wanted, session.greedy)
     tokens = [session.tokens[-1], *work.tree.tokens]
     positions = [start + depth for depth in work.tree.depths()]
     masks = work.tree.masks()
-    return Rows(tokens, positions, work.slots, session.slots, masks, work.tree.rows)
+    return Rows(tokens, positions, work.slots, session.slots, masks, work.tree.rows, session.greedy)
 
 
 def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
@@ -97,7 +101,8 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
         log.exception("session %s: sampling failed", session.session_id)
         engine.slots.release(work.slots)
         engine.slots.discard(session.table)  # what may be broken is not for others
-        engine.close(session, CoppiceError(f"sampling failed: {error}"))
+        known = isinstance(error, CoppiceError)
+        engine.close(session, error if known else CoppiceError(f"sampling failed: {error}"))
         return
     if work.prefill:
         session.slots.extend(work.slots)
@@ -109,6 +114,8 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
     _report(engine, work, walked, logprobs, finish)
     if finish is not None:
         engine.close(session, None)
+    elif session.untaken > engine.settings.verifier.max_untaken:
+        engine.pause(session)
     else:
         engine.tell_committed(session, walked.accepted)
 
@@ -116,10 +123,13 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
 def _walk(
     session: Session, tree: DraftTree, logits: Tensor, logprobs: list[Logprobs]
 ) -> tuple[Walk, Finish | None]:
-    """Samples along the tree with logits [rows, vocab]; appends to the session's tokens."""
+    """Samples along the tree with logits [rows, vocab], of a greedy session with the ids of the
+    largest [rows]; appends to the session's tokens."""
     # The argmax of all rows at once equals the sampler's row by row.
     argmax: list[int] | None = None
-    if session.sampler.is_argmax:
+    if session.greedy:
+        argmax = logits.tolist()
+    elif session.sampler.is_argmax:
         argmax = ops.argmax(logits).tolist()
     finish: Finish | None = None
 
@@ -159,10 +169,16 @@ def _report(
     if mode != common_pb2.DECODING_MODE_PREFILL:
         session.count_step(tree, walked.accepted, engine.guard.closed)
     engine.metrics.observe_step(tree, walked)
-    if len(tree):
+    if len(work.drafted):
         session.draft.patience.verified(walked.accepted)
         if session.draft.exact:
-            engine.budget.observe_walk(tree, walked.rows[1:])
+            # What was drafted in vain was drafted, too.
+            path = work.drafted.path(walked.tokens[: walked.accepted])
+            engine.budget.observe_walk(work.drafted, path or (), len(tree))
+            engine.budget.calibration.observe(work.drafted, walked.tokens)
+    # The session goes on counting while another thread reads this.
+    stats = common_pb2.SpeculationStats()
+    stats.CopyFrom(session.stats)
     session.sink(
         StepEvent(
             walked.tokens,
@@ -172,6 +188,6 @@ def _report(
             walked.accepted,
             session.drafter_state,
             finish,
-            session.stats if finish is not None else None,
+            stats,
         )
     )

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coppice.errors import StartError
+from coppice.models.sharding import Part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,14 +62,33 @@ class Checkpoint:
         return name in self.shards
 
     def tensor(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        part: Part | None = None,
     ) -> Tensor:
-        """The tensor `name` [shape], converted. Raises StartError when it is missing, has another
-        shape, is not of floats, or holds NaN or infinity."""
+        """The tensor `name` [shape], or a part of it and no more, converted. Raises StartError when
+        it is missing, has another shape, is not of floats, or holds NaN or infinity."""
         if name not in self.shards:
             raise StartError(f"checkpoint: tensor {name} {list(shape)} is missing")
         what = f"{self.shards[name]}: tensor {name}"
-        return converted(self.raw(name), what, shape, dtype, device)
+        if part is None or part.shape_of(shape) == list(shape):
+            return converted(self.raw(name), what, shape, dtype, device)
+        sliced = self._slice(name, what, shape, part)
+        return converted(sliced, what, part.shape_of(shape), dtype, device)
+
+    def _slice(self, name: str, what: str, shape: Sequence[int], part: Part) -> Tensor:
+        try:
+            with safe_open(self.shards[name], framework="pt", device="cpu") as file:
+                stored = file.get_slice(name)
+                if stored.get_shape() != list(shape):
+                    raise StartError(f"{what} is {stored.get_shape()}, expected {list(shape)}")
+                start, stop = part.span.start, part.span.stop
+                return stored[start:stop] if part.dim == 0 else stored[:, start:stop]
+        except (OSError, SafetensorError) as error:
+            raise StartError(f"{what} cannot be read: {error}") from None
 
     def raw(self, name: str) -> Tensor:
         """The tensor `name`, one of `shards`, as it is stored."""

@@ -4,7 +4,7 @@ Tensors in, tensors out: a pass takes the rows of a whole batch (trees, single t
 chunks together), writes their K/V into slots and returns their features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,10 @@ from kernels import ops
 from kernels.batch import AttentionBatch, KVCache
 from kernels.layer import LayerSizes, LayerWeights
 from kernels.packed import Weight
+
+# From one rank's sums [rows, hidden] in fp32, a bias [hidden] and a residual [rows, hidden] to what
+# all ranks' sums, bias and residual give together [rows, hidden].
+Combine = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +86,40 @@ def decoder_layer(
     cache: KVCache,
     layer: int,
     batch: AttentionBatch,
+    combine: Combine | None = None,
 ) -> Tensor:
-    """One pre-norm layer over hidden [rows, hidden] -> [rows, hidden]."""
+    """One pre-norm layer over hidden [rows, hidden] -> [rows, hidden]. `combine`: these weights
+    are one rank's part of it."""
     normed = hidden
     if weights.input_norm is not None:
         normed = ops.rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
     mixed = attention(normed, weights, config, angles, cache, layer, batch)
-    return after_attention(mixed, hidden, weights, config)
+    return after_attention(mixed, hidden, weights, config, combine)
 
 
 def after_attention(
-    mixed: Tensor, residual: Tensor, weights: LayerWeights, config: DecoderConfig
+    mixed: Tensor,
+    residual: Tensor,
+    weights: LayerWeights,
+    config: DecoderConfig,
+    combine: Combine | None = None,
 ) -> Tensor:
     """The rest of a layer, from mixed heads [rows, heads * head_dim] and what they are added to
     [rows, hidden] -> [rows, hidden]."""
-    hidden = ops.linear(mixed, weights.o, weights.o_bias, residual=residual)
+    hidden = row_parallel(mixed, weights.o, weights.o_bias, residual, combine)
     normed = ops.rms_norm(hidden, weights.post_norm, config.rms_norm_eps)
     gated = ops.gated_linear(normed, weights.gate_up, weights.gate_up_bias)
-    return ops.linear(gated, weights.down, weights.down_bias, residual=hidden)
+    return row_parallel(gated, weights.down, weights.down_bias, hidden, combine)
+
+
+def row_parallel(
+    x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, combine: Combine | None
+) -> Tensor:
+    """x [rows, in] @ weight [hidden, in]^T + bias + residual [rows, hidden], where a rank may hold
+    some of the inputs only."""
+    if combine is None:
+        return ops.linear(x, weight, bias, residual=residual)
+    return combine(ops.linear(x, weight, wide=True), bias, residual)
 
 
 def decoder_layers(
@@ -127,10 +147,13 @@ class Decoder:
         weights: DecoderWeights,
         rotary: RotaryTable,
         quantize: bool = False,
+        own: DecoderConfig | None = None,
     ) -> None:
-        """`quantize` packs what is not packed yet in int8, the embedding table excepted."""
+        """`quantize` packs what is not packed yet in int8, the embedding table excepted. `own`: the
+        shape of the layers in `weights`, where that is one rank's part."""
         self.config = config
-        sizes = layer_sizes(config)
+        self.own = own or config
+        sizes = layer_sizes(self.own)
         layers = tuple(ops.pack_layer(layer, sizes, quantize) for layer in weights.layers)
         self.weights = replace(weights, layers=layers)
         # Apart from `weights`, where a tied head is the embedding itself.
@@ -140,14 +163,30 @@ class Decoder:
         self.device = weights.embedding.device
 
     def new_cache(self, slots: int) -> KVCache:
-        return new_cache(self.config, slots, self.dtype, self.device)
+        return new_cache(self.own, slots, self.dtype, self.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [rows, hidden] of tokens [rows]."""
+        return self.weights.embedding[tokens]
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        layers: range,
+        angles: tuple[Tensor, Tensor],
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """Some of the layers over hidden [rows, hidden] -> [rows, hidden]."""
+        part = self.weights.layers[layers.start : layers.stop]
+        pools = KVCache(cache.k[layers.start : layers.stop], cache.v[layers.start : layers.stop])
+        return decoder_layers(hidden, part, self.own, angles, pools, batch)
 
     def forward(self, tokens: Tensor, cache: KVCache, batch: AttentionBatch) -> Tensor:
         """Features (after the final norm) [rows, hidden] of tokens [rows]; K/V go into `cache`."""
-        hidden = self.weights.embedding[tokens]
+        hidden = self.embed(tokens)
         angles = self.rotary(batch.positions)
-        layers = self.weights.layers
-        hidden = decoder_layers(hidden, layers, self.config, angles, cache, batch)
+        hidden = self.run_layers(hidden, range(self.config.layers), angles, cache, batch)
         return ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
 
     def forward_with_inputs(
@@ -156,15 +195,13 @@ class Decoder:
         """What `forward` gives, bit for bit, and beside it the inputs of the layers `wanted` (each
         in [0, layers], where the last stands for the output of all), side by side in their order:
         [rows, len(wanted) * hidden]."""
-        hidden = self.weights.embedding[tokens]
+        hidden = self.embed(tokens)
         angles = self.rotary(batch.positions)
         inputs: dict[int, Tensor] = {}
         start = 0
         for stop in sorted({*wanted, self.config.layers}):
             if stop > start:
-                part = self.weights.layers[start:stop]
-                pools = KVCache(cache.k[start:stop], cache.v[start:stop])
-                hidden = decoder_layers(hidden, part, self.config, angles, pools, batch)
+                hidden = self.run_layers(hidden, range(start, stop), angles, cache, batch)
             inputs[stop] = hidden
             start = stop
         features = ops.rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
@@ -173,3 +210,9 @@ class Decoder:
     def logits(self, features: Tensor) -> Tensor:
         """Logits [rows, vocab] in fp32 of features [rows, hidden]."""
         return ops.linear(features, self.lm_head, wide=True)
+
+    def scores(self, features: Tensor, greedy: int) -> tuple[Tensor, Tensor]:
+        """Of features [rows, hidden], the ids of the largest logits of the first `greedy` rows
+        [greedy], and the logits of all others [rows - greedy, vocab] in fp32."""
+        logits = self.logits(features)
+        return ops.argmax(logits[:greedy]), logits[greedy:]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,13 +14,15 @@ from coppice.models.checkpoint import Checkpoint, read_json
 from coppice.models.config import DecoderConfig, token_ids
 from coppice.models.decoder import Decoder, DecoderWeights, LayerWeights, layer_sizes
 from coppice.models.rope import rotary_table
+from coppice.models.sharding import Part, Shard, Span, whole
 from kernels import ops
 
 # In a config.json, but without a say in what the model computes.
 CONFIG_NOTES = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 SAMPLE_BYTES = 4096
 
-Read = Callable[[str, Sequence[int]], Tensor]
+# A tensor by its name and whole shape, or a part of it.
+Read = Callable[[str, Sequence[int], Part | None], Tensor]
 
 
 def load_target(
@@ -36,23 +38,39 @@ def load_target(
     Raises StartError (one line) when something is missing, broken or not supported.
     """
     config = read_config(path, max_context)
+    weights = load_weights(path, config, dtype, device, quantize)
+    return Decoder(config, weights, rotary_table(config, device), quantize)
+
+
+def load_weights(
+    path: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: bool = False,
+    shard: Shard | None = None,
+) -> DecoderWeights:
+    """The weights of the target in `path`, or of one rank's shard alone: then nothing else is
+    read. Raises StartError as `load_target` does."""
+    shard = shard or whole(config)
     checkpoint = Checkpoint.open(path)
     _refuse_unknown_tensors(checkpoint, config, path)
 
-    def read(name: str, shape: Sequence[int]) -> Tensor:
-        return checkpoint.tensor(name, shape, dtype, device)
+    def read(name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        return checkpoint.tensor(name, shape, dtype, device, part)
 
     vocabulary = (config.vocab_size, config.hidden_size)
-    embedding = read("model.embed_tokens.weight", vocabulary)
-    weights = DecoderWeights(
+    rows = Part(0, shard.vocabulary)
+    embedding = read("model.embed_tokens.weight", vocabulary, rows)
+    layers = range(config.layers)
+    return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_layer(read, config, layer, quantize) for layer in range(config.layers)),
+        layers=tuple(_layer(read, config, layer, shard, quantize) for layer in layers),
         norm=read("model.norm.weight", (config.hidden_size,)),
         lm_head=embedding
         if config.tied_embeddings
-        else ops.pack(read("lm_head.weight", vocabulary), quantize),
+        else ops.pack(read("lm_head.weight", vocabulary, rows), quantize),
     )
-    return Decoder(config, weights, rotary_table(config, device), quantize)
 
 
 def load_embeddings(
@@ -106,39 +124,71 @@ def _hash_tensor(update: Callable[[bytes], None], path: Path, name: str) -> None
             update(file.read(min(SAMPLE_BYTES, end - offset)))
 
 
-def _layer(read: Read, config: DecoderConfig, layer: int, quantize: bool = False) -> LayerWeights:
+@dataclass(frozen=True, slots=True)
+class _Projection:
+    """A linear operation of a layer, and the outputs of it that are wanted."""
+
+    name: str
+    outputs: int
+    wanted: Span
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerReader:
+    read: Read
+    prefix: str
+    hidden: int
+
+    def weight(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        return self.read(f"{self.prefix}.{name}.weight", shape, part)
+
+    def fused(self, parts: Sequence[_Projection]) -> Tensor:
+        return torch.cat(
+            [self.weight(p.name, (p.outputs, self.hidden), Part(0, p.wanted)) for p in parts]
+        )
+
+    def bias(self, present: bool, parts: Sequence[_Projection]) -> Tensor | None:
+        if not present:
+            return None
+        return torch.cat(
+            [
+                self.read(f"{self.prefix}.{p.name}.bias", (p.outputs,), Part(0, p.wanted))
+                for p in parts
+            ]
+        )
+
+
+def _layer(
+    read: Read, config: DecoderConfig, layer: int, shard: Shard, quantize: bool = False
+) -> LayerWeights:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.heads * dim, config.kv_heads * dim
-    prefix = f"model.layers.{layer}"
-
-    def weight(name: str, *shape: int) -> Tensor:
-        return read(f"{prefix}.{name}.weight", shape)
-
-    def bias(present: bool, *parts: tuple[str, int]) -> Tensor | None:
-        return torch.cat([read(f"{prefix}.{n}.bias", (s,)) for n, s in parts]) if present else None
-
+    heads, kv_heads, mlp = shard.heads.times(dim), shard.kv_heads.times(dim), shard.inner
     qkv = (
-        ("self_attn.q_proj", q_size),
-        ("self_attn.k_proj", kv_size),
-        ("self_attn.v_proj", kv_size),
+        _Projection("self_attn.q_proj", q_size, heads),
+        _Projection("self_attn.k_proj", kv_size, kv_heads),
+        _Projection("self_attn.v_proj", kv_size, kv_heads),
     )
-    gate_up = (("mlp.gate_proj", inner), ("mlp.up_proj", inner))
+    gate_up = (_Projection("mlp.gate_proj", inner, mlp), _Projection("mlp.up_proj", inner, mlp))
+    o = _Projection("self_attn.o_proj", hidden, Span(0, hidden))
+    down = _Projection("mlp.down_proj", hidden, Span(0, hidden))
+    stored = _LayerReader(read, f"model.layers.{layer}", hidden)
     weights = LayerWeights(
-        input_norm=weight("input_layernorm", hidden),
-        qkv=torch.cat([weight(name, size, hidden) for name, size in qkv]),
-        qkv_bias=bias(config.attention_bias, *qkv),
-        q_norm=weight("self_attn.q_norm", dim) if config.qk_norm else None,
-        k_norm=weight("self_attn.k_norm", dim) if config.qk_norm else None,
-        o=weight("self_attn.o_proj", hidden, q_size),
-        o_bias=bias(config.output_bias, ("self_attn.o_proj", hidden)),
-        post_norm=weight("post_attention_layernorm", hidden),
-        gate_up=torch.cat([weight(name, size, hidden) for name, size in gate_up]),
-        gate_up_bias=bias(config.mlp_bias, *gate_up),
-        down=weight("mlp.down_proj", hidden, inner),
-        down_bias=bias(config.mlp_bias, ("mlp.down_proj", hidden)),
+        input_norm=stored.weight("input_layernorm", (hidden,)),
+        qkv=stored.fused(qkv),
+        qkv_bias=stored.bias(config.attention_bias, qkv),
+        q_norm=stored.weight("self_attn.q_norm", (dim,)) if config.qk_norm else None,
+        k_norm=stored.weight("self_attn.k_norm", (dim,)) if config.qk_norm else None,
+        o=stored.weight(o.name, (hidden, q_size), Part(1, heads)),
+        o_bias=stored.bias(config.output_bias, (o,)),
+        post_norm=stored.weight("post_attention_layernorm", (hidden,)),
+        gate_up=stored.fused(gate_up),
+        gate_up_bias=stored.bias(config.mlp_bias, gate_up),
+        down=stored.weight(down.name, (hidden, inner), Part(1, mlp)),
+        down_bias=stored.bias(config.mlp_bias, (down,)),
     )
     # Here, so that no more than one layer is ever there twice.
-    return ops.pack_layer(weights, layer_sizes(config), quantize)
+    return ops.pack_layer(weights, layer_sizes(shard.layers_of(config)), quantize)
 
 
 def _refuse_unknown_tensors(checkpoint: Checkpoint, config: DecoderConfig, path: Path) -> None:
@@ -156,11 +206,11 @@ def _refuse_unknown_tensors(checkpoint: Checkpoint, config: DecoderConfig, path:
 def _expected_names(config: DecoderConfig) -> set[str]:
     names: set[str] = set()
 
-    def note(name: str, shape: Sequence[int]) -> Tensor:
+    def note(name: str, shape: Sequence[int], part: Part | None) -> Tensor:
         names.add(name)
         return torch.empty(shape, device="meta")
 
     for layer in range(config.layers):
-        _layer(note, config, layer)
+        _layer(note, config, layer, whole(config))
     head = set[str]() if config.tied_embeddings else {"lm_head.weight"}
     return names | head | {"model.embed_tokens.weight", "model.norm.weight"}

@@ -47,11 +47,13 @@ def choose_quantization(name: str, dtype: torch.dtype, device: torch.device) -> 
     return True
 
 
-def fingerprint(dtype: torch.dtype, device: torch.device, quantize: bool = False) -> str:
+def fingerprint(
+    dtype: torch.dtype, device: torch.device, quantize: bool = False, ranks: int = 1
+) -> str:
     """What decides the bits of a result: kernels, instruction set or GPU, dtypes, ranks."""
     if device.type == "cuda":
         chip = f"{ops.describe(device)} {torch.cuda.get_device_name(device)}"
     else:
         chip = f"{ops.describe()} {torch.backends.cpu.get_cpu_capability()}"
     weights = dtype_name(dtype) + ("-int8" if quantize else "")
-    return f"torch-{torch.__version__}/{device.type}/{chip}/{weights}/tp1"
+    return f"torch-{torch.__version__}/{device.type}/{chip}/{weights}/tp{ranks}"

@@ -5,13 +5,14 @@ Same meaning as kernels.reference, and row-invariant: the bits of a row depend o
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kernels.batch import AttentionBatch, KVCache
 from kernels.cpu.library import TYPES, InstructionSet, Library
+from kernels.cpu.memory import LARGE, Recycler
 from kernels.cpu.packing import pack, pack_gated
 from kernels.layer import LayerPlan
 from kernels.packed import PackedWeight
@@ -21,6 +22,7 @@ from kernels.packed import PackedWeight
 class CpuBackend:
     library: Library
     instruction_set: InstructionSet
+    _large: Recycler = field(default_factory=Recycler)
 
     @property
     def name(self) -> str:
@@ -63,7 +65,9 @@ class CpuBackend:
         _expect(weight.takes(x.dtype) and x.shape == (rows, weight.inputs), "x", x)
         x = x.contiguous()
         shape = (rows, weight.outputs // 2 if weight.gated else weight.outputs)
-        out = torch.empty(shape, dtype=torch.float32 if wide else x.dtype)  # [rows, outputs]
+        dtype = torch.float32 if wide else x.dtype
+        is_large = shape[0] * shape[1] * dtype.itemsize >= LARGE
+        out = (self._large if is_large else torch).empty(shape, dtype=dtype)  # [rows, outputs]
         if residual is not None:
             _expect(residual.shape == shape and residual.dtype == x.dtype, "residual", residual)
             residual = residual.contiguous()

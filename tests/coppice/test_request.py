@@ -37,6 +37,31 @@ REFUSED = [
         {"logit_bias": {-3: 1}},
         "p.logit_bias[-3] = -3: must be an integer in [0, 2147483648)",
     ),
+    (
+        SamplingParams,
+        {"logit_bias": {"3": 101}},
+        "p.logit_bias[3] = 101: must be a finite number in [-100, 100]",
+    ),
+    (
+        SamplingParams,
+        {"structured_output": {"regex": ""}},
+        "p.structured_output.regex = '': must be a string of 1 to 8192 characters",
+    ),
+    (
+        SamplingParams,
+        {"structured_output": {"choice": {"values": ["a", ""]}}},
+        "p.structured_output.choice.values[1] = '': must be a string of 1 to 1024 characters",
+    ),
+    (
+        SamplingParams,
+        {"structured_output": {"xml": 1}},
+        "p.structured_output.xml = 1: must be one of the fields json_schema, regex, choice, ",
+    ),
+    (
+        SamplingParams,
+        {"structured_output": 3},
+        "p.structured_output = 3: must be a message of the fields json_schema, regex, choice, ",
+    ),
     (StoppingParams, {"max_tokens": 0}, "p.max_tokens = 0: must be an integer in [1, 2147483647]"),
     (StoppingParams, {"stop": [""]}, "p.stop[0] = '': must be a string of 1 to 256 characters"),
     (StoppingParams, {"ignore_eos": "maybe"}, "p.ignore_eos = 'maybe': must be true or false"),

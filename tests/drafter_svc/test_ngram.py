@@ -138,5 +138,11 @@ def test_a_session_longer_than_the_bound_still_finds_its_beginning() -> None:
     assert drafter.indexed <= 20
 
 
-def test_no_features_are_asked_for() -> None:
-    assert NgramDrafter(100, 4).features_needed("s", [1, 2, 3]) == 2
+def test_a_long_text_can_be_looked_at_in_parts() -> None:
+    tokens = [i * i % 97 for i in range(300)]
+    drafter = NgramDrafter(10_000, 4)
+    while (needed := drafter.features_needed("s", tokens)) < len(tokens) - 1:
+        part = tokens[: needed + 50]
+        assert drafter.propose([DraftRequest("s", part, budget=0)]) == [DraftTree()]
+        assert drafter.features_needed("s", tokens) > needed, "nothing was learnt of it"
+    assert drafter.propose([DraftRequest("s", tokens, 8)]) == [propose(tokens)]

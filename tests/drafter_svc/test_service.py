@@ -323,6 +323,29 @@ async def test_a_session_moves_to_another_verifier(make_drafter: MakeDrafter) ->
         assert_drafted_from(await new.hear("tree"), 10, make_drafter())
 
 
+async def test_one_drafter_serves_two_verifiers_and_the_end_of_one_is_nothing_to_the_other(
+    make_drafter: MakeDrafter,
+) -> None:
+    one, other = ScriptedVerifier(FEATURES), ScriptedVerifier(FEATURES)
+    async with serving(other) as there, running(make_drafter()) as service:
+        async with serving(one) as here:
+            await service.attach("s", here, 1)
+            await service.attach("t", there, 1)
+            await one.hear("join")
+            await other.hear("join")
+            one.commit(committed(0, 10))
+            other.commit(committed(0, 12, session="t"))
+            assert_drafted_from(await one.hear("tree"), 10, make_drafter())
+            assert_drafted_from(await other.hear("tree"), 12, make_drafter())
+            assert service.sessions == 2
+        await until(lambda: service.sessions == 1)
+        other.commit(committed(12, 14, features_from=11, session="t"))
+        assert_drafted_from(await other.hear("tree"), 14, make_drafter())
+        await service.attach("s", there, 2)  # moved: its draft KV is there still
+        join = await other.hear("join")
+        assert (join.session_id, join.epoch) == ("s", 2)
+
+
 async def test_a_gap_makes_the_drafter_join_again(make_drafter: MakeDrafter) -> None:
     verifier = ScriptedVerifier(FEATURES)
     async with serving(verifier) as address, running(make_drafter()) as service:

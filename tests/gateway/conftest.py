@@ -2,7 +2,8 @@
 
 import asyncio
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from coppice.errors import Unavailable
+from coppice.redis_calls import redis_client
+from coppice.registry import Registry
 from coppice.settings import GatewaySettings
 from coppice.tokenizer import Tokenizer
+from gateway.membership import Membership
 from gateway.router import Router
 from gateway.server import GatewayServer
 from gateway.sessions import SessionStore
@@ -41,8 +45,11 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfo
 class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
     """Plays the events that a test puts into its script."""
 
-    def __init__(self, name: str = "verifier-0") -> None:
+    def __init__(self, name: str = "verifier-0", numerics: str = "bits-1") -> None:
         self.name = name
+        self.info = common_pb2.ModelInfo()
+        self.info.CopyFrom(MODEL)
+        self.info.numerics_fingerprint = numerics
         self.address = ""
         self.script: asyncio.Queue[verifier_pb2.RunEvent | grpc.StatusCode] = asyncio.Queue()
         self.requests: list[verifier_pb2.RunRequest] = []
@@ -98,7 +105,7 @@ class ScriptedVerifier(verifier_pb2_grpc.VerifierServicer):
             raise
 
     async def GetModelInfo(self, request, context):  # noqa: N802
-        return MODEL
+        return self.info
 
     async def Draft(self, request, context):  # noqa: N802
         raise NotImplementedError
@@ -230,6 +237,9 @@ class House:
     router: Router
     verifiers: list[ScriptedVerifier]
     attaches: "asyncio.Queue[Attach]"
+    registry: Registry
+    redis: Redis  # of the registry
+    newcomers: dict[str, ScriptedVerifier]  # whom the gateway reaches once they have registered
     channel: grpc.aio.Channel
     stub: InferenceStub = field(init=False)
 
@@ -239,6 +249,11 @@ class House:
     @property
     def verifier(self) -> ScriptedVerifier:
         return self.verifiers[0]
+
+    async def forget(self, worker: str) -> None:
+        """As if its heartbeats had stopped for long."""
+        async for key in self.redis.scan_iter(f"coppice:workers:*:{worker}"):
+            await self.redis.delete(key)
 
     @property
     def reached(self) -> bool:
@@ -256,8 +271,11 @@ async def build(tokenizer: Tokenizer, shared_redis: RedisServer) -> AsyncIterato
             failures: int = 0,
             max_inflight: int = 8,
             redis_url: str = shared_redis.url,
+            recovery_seconds: float = 10.0,
+            numerics: Sequence[str] = (),
         ) -> House:
-            peers = [ScriptedVerifier(f"verifier-{index}") for index in range(verifiers)]
+            names = numerics or ("bits-1",) * verifiers
+            peers = [ScriptedVerifier(f"verifier-{i}", name) for i, name in enumerate(names)]
             for peer in peers:
                 await peer.start()
                 stack.push_async_callback(peer.die)
@@ -267,16 +285,30 @@ async def build(tokenizer: Tokenizer, shared_redis: RedisServer) -> AsyncIterato
                 [ScriptedDrafter(f"drafter-{i}", attaches, failures) for i in range(drafters)],
             )
             info = await router.start(10.0)
-            while router.reachable < verifiers:  # noqa: ASYNC110 - only the first sets an event
+            while router.reachable < len(peers):  # noqa: ASYNC110 - only the first sets an event
                 await asyncio.sleep(0.01)
-            settings = GatewaySettings(port=0, http_port=0, max_inflight=max_inflight)
+            settings = GatewaySettings(
+                port=0,
+                http_port=0,
+                max_inflight=max_inflight,
+                recovery_seconds=recovery_seconds,
+            )
             store = await SessionStore.connect(redis_url, 60)
-            server = GatewayServer(settings, tokenizer, info, router, store)
+            client = redis_client(redis_url)
+            registry = Registry(client, uuid.uuid4().hex)
+            newcomers: dict[str, ScriptedVerifier] = {}
+            membership = Membership(
+                router,
+                registry,
+                newcomers.__getitem__,
+                lambda name: ScriptedDrafter(name, attaches, failures),
+            )
+            server = GatewayServer(settings, tokenizer, info, router, store, membership)
             port = await server.start()
             stack.push_async_callback(server.stop, 0.0)
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
             stack.push_async_callback(channel.close)
-            return House(server, router, peers, attaches, channel)
+            return House(server, router, peers, attaches, registry, client, newcomers, channel)
 
         yield start
 

@@ -53,3 +53,10 @@ def test_no_piece_ever_holds_a_part_of_the_stop_string_that_ends_it(tokenizer, d
         shown += answer.piece(event).text
         assert before.startswith(shown)
     assert shown == before
+
+
+def test_a_stop_token_that_completes_a_grammar_is_part_of_the_text(tokenizer):
+    for stop_reason, text in (("97", "x"), ("grammar", "xa")):
+        answer = answer_to(tokenizer, stop_token_ids=(97,), min_tokens=3)
+        event = verifier_pb2.RunEvent(tokens=b"xa", finish_reason=STOP, stop_reason=stop_reason)
+        assert answer.piece(event).text == text

@@ -11,7 +11,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from coppice.errors import StartError
+from coppice.redis_calls import redis_client
+from coppice.registry import Registry
 from coppice.settings import GatewaySettings
+from gateway.membership import Membership
 from gateway.router import Router
 from gateway.server import GatewayServer
 from gateway.sessions import SessionStore
@@ -109,8 +112,9 @@ async def test_failed_calls_to_redis_are_counted(build, own_redis):
     assert (await samples(house))["coppice_redis_errors_total", ()] >= 1
 
 
-async def test_healthz_tells_alive_and_ready(house):
-    assert (await http_get(house, "/healthz")).json() == {"alive": True, "ready": True}
+async def test_healthz_tells_alive_ready_and_redis(house):
+    health = (await http_get(house, "/healthz")).json()
+    assert health == {"alive": True, "ready": True, "redis": True}
 
 
 @pytest.mark.parametrize("setting", ["port", "http_port"])
@@ -119,7 +123,11 @@ async def test_a_taken_port_is_one_line_that_names_the_setting(setting, tokenize
         port = taken.getsockname()[1]
         settings = GatewaySettings(**{"port": 0, "http_port": 0, setting: port})
         store = await SessionStore.connect(shared_redis.url, 60)
-        server = GatewayServer(settings, tokenizer, common_pb2.ModelInfo(), Router([], []), store)
+        router = Router([], [])
+        membership = Membership(router, Registry(redis_client(shared_redis.url), "n"), str, str)
+        server = GatewayServer(
+            settings, tokenizer, common_pb2.ModelInfo(), router, store, membership
+        )
         with pytest.raises(StartError) as caught:
             await server.start()
         await server.stop(0.0)

@@ -74,7 +74,8 @@ async def test_without_a_deadline_the_verifier_gets_none(house):
     assert house.verifier.seconds_left is None
 
 
-async def test_a_verifier_that_dies_mid_stream_is_a_retryable_status(house, redis):
+async def test_a_verifier_that_does_not_come_back_is_a_retryable_status(build, redis):
+    house = await build(recovery_seconds=0.2)
     house.verifier.registers()
     house.verifier.commits("a")
     call = house.stub.Generate(REQUEST)
@@ -97,7 +98,6 @@ async def test_a_verifier_that_dies_mid_stream_is_a_retryable_status(house, redi
     ],
 )
 async def test_a_status_of_the_verifier_tells_the_client_whether_to_retry(house, status, expected):
-    house.verifier.registers()
     house.verifier.breaks(status)
     code, details = await failure(house.stub.Generate(REQUEST))
     assert code is expected

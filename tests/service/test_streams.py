@@ -209,26 +209,27 @@ async def test_metrics_of_all_workers_are_on_one_page(whole) -> None:
     assert await whole.metric("coppice_speculative_tokens_per_step") > 1
 
 
-async def test_a_killed_verifier_is_a_retryable_error_and_the_service_comes_back(whole) -> None:
-    call = whole.start(QUESTION, tokens=2000)
-    await call.read()
+async def test_a_killed_verifier_is_a_pause_and_costs_no_token(whole) -> None:
+    reply = await whole.ask_until(SPECULATIVE, QUESTION, tokens=300, logprobs=1)
     ray.kill(whole.actor("verifier-0"), no_restart=False)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        async with asyncio.timeout(30.0):
-            while await call.read() is not grpc.aio.EOF:
-                pass
-    assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-
-    async def serves_again() -> bool:
-        try:
-            return len((await whole.ask("Hi", tokens=4)).tokens) == 4
-        except grpc.aio.AioRpcError as failure:
-            assert failure.code() == grpc.StatusCode.UNAVAILABLE
-            return False
-
-    await whole.until(serves_again, 90.0)
+    killed_at = len(reply.pieces)
+    await whole.rest(reply)
+    assert SPECULATIVE in reply.modes[killed_at:]
+    assert not any(piece.numerics_changed for piece in reply.pieces)
+    plain = await whole.ask(QUESTION, tokens=300, speculation=False, logprobs=1)
+    assert reply.tokens == plain.tokens
+    assert reply.text == plain.text
+    assert logprobs_of(reply) == logprobs_of(plain)
+    assert reply.last.usage.completion_tokens == 300
+    stats = reply.last.speculation
+    assert stats.speculative_steps == reply.modes.count(SPECULATIVE)
+    assert stats.plain_steps == reply.modes.count(PLAIN)
+    assert await whole.metric("coppice_session_recoveries_total", 'cause="lost"') == 1
     async with grpc.aio.insecure_channel(whole.running.address) as channel:
         request = health_pb2.HealthCheckRequest(service="coppice.v1.Inference")
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10.0)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    assert SPECULATIVE in (await whole.ask(QUESTION, tokens=96)).modes
+
+
+def logprobs_of(reply) -> list[float]:
+    return [entry.chosen.logprob for piece in reply.pieces for entry in piece.logprobs]

@@ -1,20 +1,31 @@
-"""A tiny random target inside a real engine, driven a pass at a time."""
+"""A tiny random target inside a real engine, driven a pass at a time, or served over gRPC."""
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import grpc
 import pytest
+import tokenizers
 import torch
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
+from coppice.grammar import Grammar
 from coppice.models.config import DecoderConfig, RopeConfig
 from coppice.models.decoder import Decoder, DecoderWeights, LayerWeights, RotaryTable
 from coppice.request import SamplingParams, StoppingParams
 from coppice.settings import Settings
 from coppice.stopping import Stopper
-from protos import verifier_pb2
+from coppice.tokenizer import Tokenizer
+from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.runner import Runner
+from verifier_svc.server import VerifierServicer
 from verifier_svc.session import Session, StepEvent, new_session
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, DIM = 48, 32, 2, 4, 2, 8
@@ -69,22 +80,36 @@ class Bench:
         epoch: int = 1,
         committed: tuple[int, ...] = (),
         speculation: bool = True,
+        grammar: Grammar | None = None,
     ) -> Session:
         sampling = sampling or SamplingParams(temperature=0.0)
         stopping = stopping or StoppingParams(max_tokens=24, ignore_eos=True)
-        stopper = Stopper(stopping, (1,), stopping.max_tokens or 24, None)
+        stopper = Stopper(stopping, (1,), stopping.max_tokens or 24, None, grammar)
         events = self.events.setdefault(name, [])
+
+        def sink(event: StepEvent) -> None:
+            session.untaken += len(event.tokens)
+            events.append(event)
+
         session = new_session(
             name, epoch, prompt, sampling, stopping.min_tokens, stopper,
-            events.append, speculation, committed,
+            sink, speculation, committed,
         )  # fmt: skip
         self.engine.post(lambda: self.engine.open(session))
         return session
 
+    def take(self, name: str) -> None:
+        """The session's gateway takes all that there is for it."""
+        session = self.engine.sessions.get(name)
+        if session is not None:
+            self.engine.taken(session, session.untaken)
+
     def run(self, passes: int = 10_000) -> None:
-        """Runs passes until all sessions are over."""
+        """Runs passes until all sessions are over, with gateways that read."""
         self.engine.step(block=False)
         while self.engine.sessions and passes:
+            for name in self.events:
+                self.take(name)
             self.engine.step(block=False)
             self.engine.check_integrity()
             passes -= 1
@@ -148,3 +173,69 @@ def new_link() -> type[Link]:
 @pytest.fixture
 def target() -> Decoder:
     return tiny_decoder()
+
+
+@dataclass
+class Served:
+    stub: "verifier_pb2_grpc.VerifierAsyncStub"
+    bench: Bench
+    drained: asyncio.Event
+
+    def run(self, **fields: object):
+        """A session of 24 tokens, unless `fields` say otherwise."""
+        request = {
+            "session_id": "a",
+            "epoch": 1,
+            "prompt": [3, 4, 5, 6, 7, 8, 9],
+            "speculation": True,
+            "sampling": common_pb2.SamplingParams(temperature=0.0, seed=1),
+            "stopping": common_pb2.StoppingParams(max_tokens=24, ignore_eos=True),
+            **fields,
+        }
+        return self.stub.Run(verifier_pb2.RunRequest(**request), timeout=20.0)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Served]]:
+    """Serves a bench to one client with the given channel options."""
+
+    @asynccontextmanager
+    async def serving(
+        bench: Bench, options: Sequence[tuple[str, int]] = ()
+    ) -> AsyncIterator[Served]:
+        # Token i reads "wi ": single letters would make stop strings match everywhere.
+        words = tokenizers.Tokenizer(WordLevel({f"w{i} ": i for i in range(48)}, unk_token="w0 "))
+        words.decoder = Fuse()
+        words.save(str(tmp_path / "tokenizer.json"))
+        info = common_pb2.ModelInfo(
+            model="tiny", target_hash="hash", vocab_size=48, hidden_size=32, max_context=200
+        )
+        drained = asyncio.Event()
+
+        async def on_drain() -> None:
+            drained.set()
+
+        engine, tokenizer = bench.engine, Tokenizer.load(tmp_path)
+        servicer = VerifierServicer(engine, engine.runner.model, tokenizer, info, on_drain)
+        server = grpc.aio.server()
+        verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+            yield Served(verifier_pb2_grpc.VerifierStub(channel), bench, drained)
+        engine.stop()
+        await asyncio.to_thread(thread.join)
+        await server.stop(0)
+        engine.check_integrity()
+        assert engine.slots.used == 0
+
+    return serving
+
+
+@pytest.fixture
+async def served(serve: Callable[..., AbstractAsyncContextManager[Served]], request):
+    """Keeps the final feature, or those of the layers that a test names."""
+    async with serve(make_bench(getattr(request, "param", ()))) as served:
+        yield served

@@ -231,12 +231,17 @@ def test_a_malformed_tree_is_refused_and_the_session_goes_on(
 def test_random_drafters_gateways_and_cancels_never_change_an_answer(
     new_bench_module, seed: int
 ) -> None:
-    """Trees late, stale, malformed, of old epochs; joins, leaves, cancels, a tight pool."""
+    """Trees late, stale, malformed, of old epochs; joins, leaves, cancels; gateways that do not
+    read; a tight pool."""
     make, link_type, target = new_bench_module
     rng = random.Random(seed)
     answer = ANSWERS.setdefault("a", dense_greedy(target, PROMPT, 40))
     bench = make(
-        verifier={"kv_slots": rng.choice([140, 400]), "prefill_chunk": rng.choice([2, 64])},
+        verifier={
+            "kv_slots": rng.choice([140, 400]),
+            "prefill_chunk": rng.choice([2, 64]),
+            "max_untaken": rng.choice([1, 5, 256]),
+        },
         guard={"enter": rng.choice([1, 48]), "exit": 1, "dwell_seconds": 0.0},
     )
     engine = bench.engine
@@ -280,6 +285,8 @@ def test_random_drafters_gateways_and_cancels_never_change_an_answer(
         elif action < 0.21:
             cancelled.add(name)
             engine.post(lambda s=open_sessions[name]: engine.cancel(s))
+        elif action < 0.4:
+            bench.take(name)
         engine.step(block=False)
         engine.check_integrity()
     engine.guard.update(0, 1e18)

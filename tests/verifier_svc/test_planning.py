@@ -1,6 +1,7 @@
 """Scheduler, prefix tree and slots together, without a model: random traffic in a tight pool."""
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 
@@ -12,7 +13,7 @@ from coppice.request import SamplingParams, StoppingParams
 from coppice.stopping import Stopper
 from coppice.tree import DraftTree
 from verifier_svc.planning import PassPlan, plan_pass
-from verifier_svc.scheduler import Limits, Share
+from verifier_svc.scheduler import Limits, SessionView, Share
 from verifier_svc.session import Session, new_session
 from verifier_svc.slot_pool import SlotPool
 
@@ -46,6 +47,7 @@ class House:
     done: dict[str, list[int]] = field(default_factory=dict)
     written: dict[int, int | None] = field(default_factory=dict)
     names: "count[int]" = field(default_factory=count)
+    resumed: set[str] = field(default_factory=set)  # and waiting since
     preemptions: int = 0
     matched: int = 0
     computed: int = 0
@@ -66,6 +68,17 @@ class House:
         session = self.sessions.pop(name)
         self.slots.give_up(session.table, session.tokens)
 
+    def pause(self, name: str) -> None:
+        """Its gateway does not read."""
+        session = self.sessions[name]
+        self.slots.give_up(session.table, session.tokens)
+        session.draft.forget_tree()
+        session.waiting = session.paused = True
+
+    def resume(self, name: str) -> None:
+        self.sessions[name].paused = False
+        self.resumed.add(name)
+
     def step(self) -> PassPlan:
         planned = plan_pass(self.sessions.values(), self.slots, self.limits)
         self.preemptions += len(planned.preempted)
@@ -82,7 +95,9 @@ class House:
 
     def check(self, planned: PassPlan) -> None:
         """Slots hold what their readers believe, and the old run before the young."""
-        waiting = [session.waiting for session in self.sessions.values()]
+        self.resumed -= {s.session_id for s in self.sessions.values() if not s.waiting}
+        queue = [s for n, s in self.sessions.items() if not (s.paused or n in self.resumed)]
+        waiting = [session.waiting for session in queue]
         assert waiting == sorted(waiting), "a younger session runs while an older one waits"
         running = [session for session in self.sessions.values() if not session.waiting]
         assert not any(session.slots for session in self.sessions.values() if session.waiting)
@@ -140,14 +155,19 @@ class House:
         assert not self.sessions, "somebody never gets through"
 
 
-LIMITS = Limits(prefill_chunk=16, prefill_beside=5, row_budget=24, headroom=6)
+def at_most(tokens: int) -> Callable[[int, Sequence[SessionView]], list[int]]:
+    """Parts of one prompt at a time."""
+    return lambda rows, prompts: [min(tokens, prompt.pending) for prompt in prompts[:1]]
+
+
+LIMITS = Limits(prefill_chunk=16, prefill_beside=at_most(5), row_budget=24, headroom=6)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), caching=st.booleans())
 def test_any_traffic_is_served_to_its_end_with_the_right_tokens(seed: int, caching: bool) -> None:
     rng = random.Random(seed)
-    limits = Limits(rng.choice([1, 4, 16]), rng.choice([1, 5]), rng.choice([4, 24]), 6)
+    limits = Limits(rng.choice([1, 4, 16]), at_most(rng.choice([1, 5])), rng.choice([4, 24]), 6)
     house = House(rng.randint(50, 120), limits, caching, rng)
     systems = [[rng.randrange(3) for _ in range(rng.randint(0, 20))] for _ in range(3)]
     asked: dict[str, tuple[list[int], int]] = {}
@@ -160,8 +180,15 @@ def test_any_traffic_is_served_to_its_end_with_the_right_tokens(seed: int, cachi
             name = rng.choice(list(house.sessions))
             house.leave(name)
             del asked[name]
+        if house.sessions and rng.random() < 0.2:
+            house.pause(rng.choice(list(house.sessions)))
+        for name, session in house.sessions.items():
+            if session.paused and rng.random() < 0.2:
+                house.resume(name)
         if house.sessions:
             house.step()
+    for name in house.sessions:
+        house.resume(name)
     house.run(passes=60 * len(asked) + 60)
     assert house.done.keys() == asked.keys()
     for name, (prompt, length) in asked.items():
@@ -199,13 +226,13 @@ def test_whoever_streams_gets_a_token_in_each_pass_that_a_long_prompt_has_a_part
         planned = house.step()
         passes += 1
         prompt = [share for share in planned.shares if share.session_id not in streaming]
-        assert sum(share.rows for share in prompt) == LIMITS.prefill_beside
+        assert sum(share.rows for share in prompt) == 5
     after = {name: len(house.sessions[name].tokens) for name in streaming}
     assert after == {name: length + passes for name, length in before.items()}
 
 
 def test_prompts_that_begin_alike_are_read_once_even_when_they_come_together() -> None:
-    house = House(400, Limits(16, 16, 24, 6))
+    house = House(400, Limits(16, at_most(16), 24, 6))
     system = [2] * 64
     for index in range(10):
         house.arrive([*system, index % 3, index // 3], 1)
@@ -243,11 +270,23 @@ def test_two_hundred_sessions_get_through_a_pool_for_twenty(caching: bool) -> No
         house.arrive([index % 3, *(int(digit) % 3 for digit in f"{index:016b}")], 13)
     house.run(5000)
     assert len(house.done) == 200
-    assert house.preemptions > 0
+    assert 0 < house.preemptions < 200
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_sessions_that_outgrow_the_pool_do_not_push_each_other_out_again_and_again(
+    caching: bool,
+) -> None:
+    house = House(600, LIMITS, caching)
+    for index in range(60):
+        house.arrive([index % 3, *(int(digit) % 3 for digit in f"{index:08b}")], 90)
+    house.run(10_000)
+    assert 60 < house.preemptions < 4 * 60
+    assert house.computed < 2 * 60 * (9 + 90)
 
 
 def test_a_preempted_session_finds_again_what_nobody_needed() -> None:
-    house = House(64, Limits(64, 64, 24, 1))
+    house = House(64, Limits(64, at_most(64), 24, 1))
     old, young = house.arrive([0] * 20, 30), house.arrive([1] * 20, 14)
     while not house.preemptions:
         house.step()

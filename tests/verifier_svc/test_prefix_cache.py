@@ -192,7 +192,7 @@ def test_two_hundred_sessions_in_a_pool_for_twenty_say_the_same_bits(new_bench, 
     assert {name: said(tight, name) for name in prompts} == {
         name: said(roomy, name) for name in prompts
     }
-    assert tight.engine.metrics.preemptions._value.get() > 0
+    assert 0 < tight.engine.metrics.preemptions._value.get() < 200
 
 
 def test_a_preempted_sessions_drafter_is_told_and_not_blamed(new_bench, new_link) -> None:
@@ -229,9 +229,12 @@ def test_a_long_prompt_is_read_in_small_chunks_beside_a_stream(new_bench) -> Non
     bench = new_bench()
     stream = bench.open("stream", [4, 5, 6], GREEDY, stop_after(60))
     prefill(bench, stream)
+    bench.engine.budget.observe_step(1, 1.0)
+    bench.engine.pace.measure_rows(1, 1.0)
+    bench.engine.pace.measure_rows(9, 1.79)  # 8 tokens more are within the bound
     long = bench.open("long", SYSTEM, GREEDY)
     bench.engine.step(block=False)
-    assert (len(stream.tokens), len(long.slots)) == (3 + 2, 16)
+    assert (len(stream.tokens), len(long.slots)) == (3 + 2, 8)
     bench.run()
     assert said(bench, "long") == cold(new_bench, SYSTEM, GREEDY)
 

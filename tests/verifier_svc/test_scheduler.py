@@ -1,11 +1,22 @@
 """The scheduling policy, on views alone."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier_svc.scheduler import Limits, Plan, SessionView, Share, admits, plan
 
-LIMITS = Limits(prefill_chunk=8, prefill_beside=5, row_budget=16, headroom=4)
+
+def five(rows: int, prompts: Sequence[SessionView]) -> list[int]:
+    parts: list[int] = []
+    for prompt in prompts:
+        parts.append(min(5 - sum(parts), prompt.pending))
+    return [part for part in parts if part]
+
+
+LIMITS = Limits(prefill_chunk=8, prefill_beside=five, row_budget=16, headroom=4)
 
 
 def view(name: str, pending: int = 1, nodes: int = 0, until: float | None = None) -> SessionView:
@@ -39,6 +50,20 @@ def test_prompts_are_read_in_smaller_chunks_while_others_decode() -> None:
     # Whoever waits for a tree streams as well: it may come at any time.
     awaiting = plan([view("awaits", until=9.0), *prompts], 100, LIMITS).shares
     assert awaiting == (Share("first", 4), Share("second", 1))
+
+
+def test_parts_of_prompts_are_measured_by_all_who_decode_and_by_their_contexts() -> None:
+    asked: list[tuple[int, Sequence[SessionView]]] = []
+
+    def beside(rows: int, prompts: Sequence[SessionView]) -> list[int]:
+        asked.append((rows, prompts))
+        return [2, 1]
+
+    prompts = [SessionView("first", 9, context=40), SessionView("second", 7)]
+    views = [view("tree", nodes=3), view("awaits", until=9.0), view("plain"), *prompts]
+    shares = plan(views, 100, replace(LIMITS, prefill_beside=beside)).shares
+    assert shares[2:] == (Share("first", 2), Share("second", 1))
+    assert asked == [(4 + 1 + 1, prompts)]
 
 
 def test_trees_are_cut_to_the_row_budget() -> None:

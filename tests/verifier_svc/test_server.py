@@ -1,76 +1,15 @@
 """The verifier's door over real gRPC, with a tiny random target behind it."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
-import tokenizers
 import torch
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
 
-from coppice.tokenizer import Tokenizer
-from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_svc.server import VerifierServicer
+from protos import common_pb2, verifier_pb2
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9]
 SECONDS = 20.0
-
-
-@dataclass
-class Served:
-    stub: "verifier_pb2_grpc.VerifierAsyncStub"
-    bench: object
-    drained: asyncio.Event
-
-    def run(self, **fields: object):
-        sampling = fields.pop("sampling", common_pb2.SamplingParams(temperature=0.0, seed=1))
-        stopping = fields.pop("stopping", common_pb2.StoppingParams(max_tokens=24, ignore_eos=True))
-        request = verifier_pb2.RunRequest(
-            **{"session_id": "a", "epoch": 1, "prompt": PROMPT, "speculation": True, **fields},
-            sampling=sampling,
-            stopping=stopping,
-        )
-        return self.stub.Run(request, timeout=SECONDS)
-
-
-@pytest.fixture
-async def served(
-    new_bench, tmp_path: Path, request: pytest.FixtureRequest
-) -> AsyncIterator[Served]:
-    """Keeps the final feature, or those of the layers that a test names."""
-    # Token i reads "wi ": single letters would make stop strings match everywhere.
-    words = tokenizers.Tokenizer(WordLevel({f"w{i} ": i for i in range(48)}, unk_token="w0 "))
-    words.decoder = Fuse()
-    words.save(str(tmp_path / "tokenizer.json"))
-    bench = new_bench(getattr(request, "param", ()))
-    model = bench.engine.runner.model
-    info = common_pb2.ModelInfo(
-        model="tiny", target_hash="hash", vocab_size=48, hidden_size=32, max_context=200
-    )
-    server = grpc.aio.server()
-    drained = asyncio.Event()
-
-    async def on_drain() -> None:
-        drained.set()
-
-    servicer = VerifierServicer(bench.engine, model, Tokenizer.load(tmp_path), info, on_drain)
-    verifier_pb2_grpc.add_VerifierServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    thread = threading.Thread(target=bench.engine.run)
-    thread.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Served(verifier_pb2_grpc.VerifierStub(channel), bench, drained)
-    bench.engine.stop()
-    await asyncio.to_thread(thread.join)
-    await server.stop(0)
-    bench.engine.check_integrity()
-    assert bench.engine.slots.used == 0
 
 
 async def answer(call) -> tuple[list[int], verifier_pb2.RunEvent]:
@@ -83,7 +22,7 @@ async def answer(call) -> tuple[list[int], verifier_pb2.RunEvent]:
     return tokens, last
 
 
-async def test_a_session_streams_registered_first_and_its_statistics_last(served: Served) -> None:
+async def test_a_session_streams_registered_first_and_its_statistics_last(served) -> None:
     call = served.run()
     first = await call.read()
     assert (list(first.tokens), first.drafter) == ([], verifier_pb2.DRAFTER_STATE_NONE)
@@ -93,7 +32,7 @@ async def test_a_session_streams_registered_first_and_its_statistics_last(served
     assert last.stats.plain_steps == 23
 
 
-async def test_a_stop_string_across_tokens_ends_the_answer(served: Served) -> None:
+async def test_a_stop_string_across_tokens_ends_the_answer(served) -> None:
     tokens, _ = await answer(served.run())
     stop = f"w{tokens[4]} w{tokens[5]}"
     text = "".join(f"w{token} " for token in tokens)
@@ -123,7 +62,7 @@ async def test_a_stop_string_across_tokens_ends_the_answer(served: Served) -> No
     ],
 )
 async def test_a_bad_request_is_refused_by_name(
-    served: Served, fields: dict[str, object], complaint: str
+    served, fields: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=complaint) as error:
         await answer(served.run(**fields))
@@ -156,7 +95,7 @@ def hello(**fields: object) -> verifier_pb2.DraftMessage:
     ],
 )
 async def test_a_drafter_that_does_not_fit_is_refused_with_both_sides_named(
-    served: Served, fields: dict[str, object], complaint: str
+    served, fields: dict[str, object], complaint: str
 ) -> None:
     call = served.stub.Draft(timeout=SECONDS)
     await call.write(hello(**fields))
@@ -175,7 +114,7 @@ async def test_a_drafter_that_does_not_fit_is_refused_with_both_sides_named(
     ],
 )
 async def test_a_drafter_that_reads_other_features_is_refused_with_both_named(
-    served: Served, fields: dict[str, object], wanted: str
+    served, fields: dict[str, object], wanted: str
 ) -> None:
     call = served.stub.Draft(timeout=SECONDS)
     await call.write(hello(**fields))
@@ -185,7 +124,7 @@ async def test_a_drafter_that_reads_other_features_is_refused_with_both_named(
 
 
 @pytest.mark.parametrize("served", [(2, 0, 1)], indirect=True)
-async def test_features_of_three_layers_are_pulled_side_by_side(served: Served) -> None:
+async def test_features_of_three_layers_are_pulled_side_by_side(served) -> None:
     run = served.run(stopping=common_pb2.StoppingParams(max_tokens=150, ignore_eos=True))
     await run.read()
     call = served.stub.Draft(timeout=SECONDS)
@@ -204,14 +143,14 @@ async def test_features_of_three_layers_are_pulled_side_by_side(served: Served) 
     run.cancel()
 
 
-async def test_a_stream_that_does_not_begin_with_hello_is_refused(served: Served) -> None:
+async def test_a_stream_that_does_not_begin_with_hello_is_refused(served) -> None:
     call = served.stub.Draft(timeout=SECONDS)
     await call.write(verifier_pb2.DraftMessage())
     with pytest.raises(grpc.aio.AioRpcError, match="a Hello"):
         await call.read()
 
 
-async def test_a_drafter_joins_drafts_pulls_features_and_leaves(served: Served) -> None:
+async def test_a_drafter_joins_drafts_pulls_features_and_leaves(served) -> None:
     wanted, _ = await answer(served.run(session_id="plain"))
     run = served.run(stopping=common_pb2.StoppingParams(max_tokens=150, ignore_eos=True))
     await run.read()
@@ -238,7 +177,7 @@ async def test_a_drafter_joins_drafts_pulls_features_and_leaves(served: Served) 
     assert last.drafter == verifier_pb2.DRAFTER_STATE_LOST
 
 
-async def test_a_flood_of_trees_stops_no_session(served: Served) -> None:
+async def test_a_flood_of_trees_stops_no_session(served) -> None:
     call = served.stub.Draft(timeout=SECONDS)
     await call.write(hello())
     await call.read()
@@ -259,7 +198,7 @@ async def test_a_flood_of_trees_stops_no_session(served: Served) -> None:
     call.cancel()
 
 
-async def test_a_drafter_that_reads_nothing_is_cut_off(served: Served) -> None:
+async def test_a_drafter_that_reads_nothing_is_cut_off(served) -> None:
     run = served.run(stopping=common_pb2.StoppingParams(max_tokens=190, ignore_eos=True))
     await run.read()
     call = served.stub.Draft(timeout=SECONDS)
@@ -283,7 +222,7 @@ async def test_a_drafter_that_reads_nothing_is_cut_off(served: Served) -> None:
     call.cancel()
 
 
-async def test_joining_an_unknown_session_is_answered_with_closed(served: Served) -> None:
+async def test_joining_an_unknown_session_is_answered_with_closed(served) -> None:
     call = served.stub.Draft(timeout=SECONDS)
     await call.write(hello())
     await call.read()
@@ -294,7 +233,7 @@ async def test_joining_an_unknown_session_is_answered_with_closed(served: Served
     call.cancel()
 
 
-async def test_a_client_that_leaves_frees_its_slots(served: Served) -> None:
+async def test_a_client_that_leaves_frees_its_slots(served) -> None:
     run = served.run(stopping=common_pb2.StoppingParams(max_tokens=150, ignore_eos=True))
     await run.read()
     await run.read()
@@ -304,7 +243,7 @@ async def test_a_client_that_leaves_frees_its_slots(served: Served) -> None:
     assert "a" not in served.bench.engine.sessions
 
 
-async def test_draining_lets_sessions_finish_and_takes_no_new_ones(served: Served) -> None:
+async def test_draining_lets_sessions_finish_and_takes_no_new_ones(served) -> None:
     run = served.run()
     await run.read()
     drain = served.stub.Drain(verifier_pb2.DrainRequest(grace_seconds=15), timeout=SECONDS)
