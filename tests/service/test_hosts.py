@@ -17,7 +17,7 @@ from coppice.registry import Registry
 from gateway.sessions import session_key
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 
-pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 TOKENS = 240
 LONGEST_PAUSE_SECONDS = 40.0  # keepalive takes 15 of them

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.soak import SERVICE, run
 from launcher.sources import load_settings
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, pytest.mark.long]
 
 
 def test_a_short_soak_violates_nothing() -> None:

@@ -12,7 +12,7 @@ from gateway.sessions import session_key
 from launcher.scaling import Wanted, scale
 from protos import common_pb2
 
-pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 PREFILL = common_pb2.DECODING_MODE_PREFILL
 # Every one begins in its own way, or it would follow a cached beginning to one verifier.
