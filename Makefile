@@ -23,13 +23,14 @@ demo: install
 
 # Tests that start services run alone; the rest shares the cores.
 test: lint
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+	$(BIN)/python -m pytest -m 'not long' --numprocesses auto --maxprocesses 4 --dist worksteal \
 		--ignore tests/service
-	$(BIN)/python -m pytest tests/service -m 'not long'
-	@echo "Not run: hosts that are cut off, workers that come and go, the soak (make test-long)."
+	$(BIN)/python -m pytest -m 'not long' tests/service
+	@echo "Not run (make test-long): hosts that are cut off, workers that come and go, ranks over"
+	@echo "Ray, the soak, equal bits in fp32."
 
 test-long: install
-	$(BIN)/python -m pytest tests/service -m long
+	$(BIN)/python -m pytest -m long tests/exactness tests/service
 
 lint: install
 	$(BIN)/ruff check .

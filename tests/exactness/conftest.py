@@ -14,7 +14,6 @@ from coppice.models.placement import dtype_name
 from coppice.request import SamplingParams, StoppingParams
 from coppice.settings import Settings
 from drafter_svc.building import build_drafter
-from kernels import ops
 from verifier_svc.engine import Engine
 from verifier_svc.metrics import VerifierMetrics
 from verifier_svc.runner import Runner
@@ -78,7 +77,6 @@ class Target:
 
 
 def load(dtype: torch.dtype) -> Target:
-    ops.set_threads(None)  # as the services do
     path = resolve_model(DEFAULT_MODEL, Settings().cache_dir)
     model = load_target(path, dtype, torch.device("cpu"))
     return Target(Runner(model, SLOTS), dtype_name(dtype))

@@ -28,7 +28,7 @@ def said(answers) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-@pytest.fixture(params=["bf16", "fp32"])
+@pytest.fixture(params=["bf16", pytest.param("fp32", marks=pytest.mark.long)])
 def target(request: pytest.FixtureRequest):
     return request.getfixturevalue(request.param)
 

@@ -27,12 +27,13 @@ def test_plain_decoding_equals_transformers(fp32, references) -> None:
 def test_speculation_equals_transformers(
     fp32, references, nodes: int, depth: int, top_k: int, every: int
 ) -> None:
-    # Plain decoding has all 20 above; trees some of them, as rows take minutes on small machines.
+    # Plain decoding has all 20 above; trees some of them, and half of their answers, as rows take
+    # minutes on small machines (`benchmarks.exactness` takes all).
     chosen = references[::every]
     answers = fp32.generate(
-        [r.prompt for r in chosen], GREEDY, nodes=nodes, depth=depth, top_k=top_k
+        [r.prompt for r in chosen], GREEDY, 64, nodes=nodes, depth=depth, top_k=top_k
     )
-    assert [a.tokens for a in answers] == [r.answer for r in chosen]
+    assert [a.tokens for a in answers] == [r.answer[:64] for r in chosen]
     accepted = sum(a.stats.accepted_nodes for a in answers)
     assert accepted > 0.3 * sum(a.stats.speculative_steps for a in answers)
 
@@ -61,7 +62,7 @@ def test_a_seeded_sample_does_not_depend_on_the_tree(fp32, references, sampling)
     assert sum(a.stats.accepted_nodes for a in bushy) > 20
 
 
-@pytest.mark.parametrize("concurrency", [1, 4, 16])
+@pytest.mark.parametrize("concurrency", [1, 4, 8])
 def test_a_seeded_sample_does_not_depend_on_the_batch(fp32, references, concurrency: int) -> None:
     prompts = [references[0].prompt] + [r.prompt for r in references[1:concurrency]]
     alone = fp32.generate(prompts[:1], SAMPLED, 32)[0].tokens

@@ -6,7 +6,7 @@ import pytest
 
 from protos import common_pb2
 
-pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.service, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 QUESTION = "Count from one to ten in words."
 
