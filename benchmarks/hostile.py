@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from drafter_svc.wire import PROTOCOL_VERSION
 from protos import verifier_pb2 as pb
 from protos.verifier_pb2_grpc import VerifierStub
 
 if TYPE_CHECKING:  # only the stub files know it
     from protos.verifier_pb2_grpc import VerifierAsyncStub
 
-PROTOCOL_VERSION = 1
 EPOCH = 1000  # above that of any gateway
 AT_ONCE = 3  # trees in answer to a commit, at most
 

@@ -44,16 +44,17 @@ class Served:
 
     async def metrics(self) -> Mapping[str, float]:
         """Every series of the metrics page, summed over workers and labels, by its name."""
-        async with httpx.AsyncClient() as client:
-            page = await client.get(self.metrics_url)
-        return sums(page.text)
+        return sums(await self._page())
 
     async def slots_in_use(self) -> float:
         """Token slots that sessions hold."""
-        async with httpx.AsyncClient() as client:
-            page = await client.get(self.metrics_url)
-        lines = (line for line in page.text.splitlines() if line.startswith("coppice_kv_slots{"))
+        page = await self._page()
+        lines = (line for line in page.splitlines() if line.startswith("coppice_kv_slots{"))
         return sum(float(line.split()[-1]) for line in lines if 'state="used"' in line)
+
+    async def _page(self) -> str:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(self.metrics_url)).text
 
 
 def name_of(process: psutil.Process) -> str:

@@ -68,3 +68,8 @@ class MalformedDraft(CoppiceError):
 
 class StartError(CoppiceError):
     """The service cannot start; the message is one line that says what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, where it says much; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,7 +8,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from coppice.errors import Unavailable
+from coppice.errors import Unavailable, first_line
 
 CALL_TIMEOUT_SECONDS = 1.0
 MAX_CONNECTIONS = 64
@@ -44,4 +44,4 @@ async def run_calls(calls: Pipeline) -> list[Any]:
 
 
 def one_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return first_line(error).rstrip(".")

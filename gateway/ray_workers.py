@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from coppice.errors import Unavailable
+from coppice.errors import Unavailable, first_line
 
 
 class RayWorker:
@@ -30,8 +30,7 @@ class RayWorker:
         except (RayError, ValueError) as error:
             self._handle = None
             cause = error.cause if isinstance(error, RayTaskError) else error
-            reason = str(cause).strip().splitlines() or [type(cause).__name__]
-            raise Unavailable(f"worker {self.name} failed: {reason[0]}") from error
+            raise Unavailable(f"worker {self.name} failed: {first_line(cause)}") from error
 
 
 class RayVerifier(RayWorker):

@@ -15,6 +15,10 @@ from kernels import ops
 from kernels.batch import AttentionBatch, Segment
 
 
+def _like_first(first: Tensor, *_: object) -> Tensor:
+    return first.new_empty(first.shape)
+
+
 @custom_op("coppice::linear", mutates_args=())
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, wide: bool
@@ -34,9 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ops.rms_norm(x, weight, eps)
 
 
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
+rms_norm.register_fake(_like_first)
 
 
 @custom_op("coppice::silu_mul", mutates_args=())
@@ -63,18 +65,7 @@ def rope_and_write(
     return ops.rope_and_write(q, k, v, (cos, sin), (k_pool, v_pool), slots)
 
 
-@rope_and_write.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    return q.new_empty(q.shape)
+rope_and_write.register_fake(_like_first)
 
 
 @custom_op("coppice::tree_attention", mutates_args=())
@@ -97,19 +88,7 @@ def tree_attention(
     return ops.tree_attention(q, k_pool, v_pool, AttentionBatch(slots, positions, segments))
 
 
-@tree_attention.register_fake
-def _(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    rows: Sequence[int],
-    contexts: Sequence[Tensor],
-    tails: Sequence[Tensor],
-    masks: Sequence[Tensor],
-) -> Tensor:
-    return q.new_empty(q.shape)
+tree_attention.register_fake(_like_first)
 
 
 @custom_op("coppice::sample", mutates_args=())

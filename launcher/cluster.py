@@ -17,7 +17,7 @@ from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coppice.errors import CoppiceError, StartError
+from coppice.errors import CoppiceError, StartError, first_line
 from coppice.settings import Settings
 from drafter_svc.actor import DrafterWorker
 from launcher.placement import NEXT_TO_NOTHING, first_rank, group_of_ranks
@@ -204,7 +204,3 @@ def start_message(name: str, error: BaseException) -> str:
         if found and not prefix.strip(".abcdefghijklmnopqrstuvwxyz_"):
             return message
     return f"{name} did not start: {text[-1] if text else type(error).__name__}"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

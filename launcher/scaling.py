@@ -11,10 +11,9 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from coppice.errors import CoppiceError, StartError, Unavailable
+from coppice.errors import CoppiceError, StartError, Unavailable, first_line
 from coppice.redis_calls import close_client, redis_client, run_calls
 from coppice.settings import Settings
-from launcher.cluster import first_line
 from launcher.fleet import Fleet
 
 logger = logging.getLogger(__name__)

@@ -70,6 +70,8 @@ class Engine:
         self.slots = SlotPool(verifier.kv_slots, verifier.prefix_cache)
         speculation = self.settings.speculation
         self.budget = Budget(speculation.nodes, verifier.row_budget, speculation.budget == "auto")
+        # Asked for when it is read, not at every pass.
+        self.metrics.calibration_error.set_function(lambda: self.budget.calibration.error)
         self.guard = Guard(self.settings.guard, speculation.drafter, self.budget.advantage)
         self.pace = PrefillPace(verifier.prefill_chunk, self.budget.step_seconds)
         dtype = dtype_name(self.runner.model.dtype)

@@ -101,7 +101,6 @@ class VerifierMetrics:
         for state, number in states.items():
             self._sessions.labels(self._worker, state).set(number)
         self.guard_mode.set(engine.guard.closed)
-        self.calibration_error.set(engine.budget.calibration.error)
         slots = engine.slots
         for state, number in (("used", slots.used), ("cached", slots.cached), ("free", slots.free)):
             self._kv_slots.labels(self._worker, state).set(number)
