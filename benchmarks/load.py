@@ -211,7 +211,9 @@ async def _drive(
             for mode in modes[turn:] + modes[:turn]:
                 requests = map(request, itertools.count(first_number(round_number, level)))
                 window = await _window(*asking[mode], requests, level, options.seconds)
-                _take(result, level, mode, window)
+                cell = _take(result, level, mode, window)
+                speed = f"{cell.speeds[-1]:.1f} tokens/s"
+                progress.console.print(f"{level} clients, {mode}: {speed}", highlight=False)
                 progress.advance(task)
         progress.remove_task(task)
     return result
@@ -238,7 +240,7 @@ async def _window(
     return await closed_loop(ask, requests, concurrency, seconds, probe)
 
 
-def _take(result: Driven, concurrency: int, mode: Mode, window: Window[Counters]) -> None:
+def _take(result: Driven, concurrency: int, mode: Mode, window: Window[Counters]) -> Cell:
     cell = result.cells.setdefault((concurrency, mode), Cell())
     alone = Tally()
     for tally in (cell.tally, alone):
@@ -249,6 +251,7 @@ def _take(result: Driven, concurrency: int, mode: Mode, window: Window[Counters]
     cell.granted_nodes += window.after.granted_nodes - window.before.granted_nodes
     for heard in window.heard:
         result.agreement.add(heard)
+    return cell
 
 
 async def _idle_cores(services: Sequence[Served]) -> float:

@@ -18,9 +18,27 @@ struct Fetch {
   }
 };
 
+// One panel of a block for R rows: x [units][R], w [units][32] -> 16 of out [R][32]. With so many
+// rows both panels' sums do not fit the registers.
+template <class U, class X, int R>
+inline void panel(const U* w, const X* x, int64_t units, Fetch fetch, float* out) {
+  constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));
+  V acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = zero();
+  for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
+    if (u % kEvery == 0) fetch.next(w);
+    dots(acc, w, x);
+  }
+  for (int r = 0; r < R; ++r) store(out + r * kBlock, acc[r]);
+}
+
 // One block for R rows: x [units][R], w [units][32] -> out [R][32].
 template <class U, class X, int R>
 inline void block(const U* w, const X* x, int64_t units, Fetch fetch, float* out) {
+  if constexpr (R > kRowsOfBlock) {
+    panel<U, X, R>(w, x, units, fetch, out);
+    return panel<U, X, R>(w + 16, x, units, {fetch.far, 0}, out + 16);
+  }
   constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));  // units in two lines
   V acc[R][2];
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();

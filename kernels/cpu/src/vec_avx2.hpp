@@ -4,7 +4,8 @@
 struct V {
   __m256 a, b;
 };
-constexpr int kMostRows = 2;  // 2 rows x 2 panels of two registers, of 16
+constexpr int kMostRows = 6;  // 6 rows x a panel of two registers, of 16
+constexpr int kRowsOfBlock = 2;
 constexpr int kQueries = 1;
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -58,9 +59,14 @@ inline __m256 low(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(
 inline __m256 high(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000))));
 }
+inline __m256i raw(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Two split(const uint32_t* p) {
-  const __m256i a = _mm256_loadu_si256((const __m256i*)p);
-  const __m256i b = _mm256_loadu_si256((const __m256i*)p + 1);
-  return {{low(a), low(b)}, {high(a), high(b)}};
+  return {{low(raw(p)), low(raw(p + 8))}, {high(raw(p)), high(raw(p + 8))}};
+}
+inline V split_low(const uint32_t* p) { return split(p).low; }
+// Without a mask, which would take a register: six rows leave none.
+inline V split_high(const uint32_t* p) {
+  const __m256i a = _mm256_srli_epi32(raw(p), 16), b = _mm256_srli_epi32(raw(p + 8), 16);
+  return {low(a), low(b)};
 }
 #include "vec_common.hpp"

@@ -5,6 +5,7 @@ struct V {
   __m512 v;
 };
 constexpr int kMostRows = 12;  // 12 rows x 2 panels of accumulators, of 32 registers
+constexpr int kRowsOfBlock = 12;
 constexpr int kQueries = 4;    // 4 queries x 4 vectors
 
 inline __mmask16 lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }

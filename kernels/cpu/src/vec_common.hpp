@@ -62,6 +62,22 @@ inline V dot(V acc, const Weights<float>& w, V x) { return fma(w.w, x, acc); }
 inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
   return fma(w.w.low, x.low, fma(w.w.high, x.high, acc));
 }
+// `dot` for R rows: all high halves first, so that half of a weight is in registers at a time.
+template <int R>
+inline void dots(V (&acc)[R], const uint32_t* w, const Halves* x) {
+  const V high = split_high(w);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) acc[r] = fma(high, set1(x[r].high), acc[r]);
+  const V low = split_low(w);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) acc[r] = fma(low, set1(x[r].low), acc[r]);
+}
+template <int R, class U>
+inline void dots(V (&acc)[R], const U* w, const float* x) {
+  const V weights = load(w);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) acc[r] = fma(weights, set1(x[r]), acc[r]);
+}
 inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t stride) {
   for (int i = 0; i < 16; ++i) {
     for (int u = 0; u < 16; ++u) out[u * stride + i] = rows[i][u];

@@ -5,6 +5,7 @@ struct V {
   float v[16];
 };
 constexpr int kMostRows = 2;
+constexpr int kRowsOfBlock = 2;
 constexpr int kQueries = 1;
 
 template <class F>
@@ -68,8 +69,11 @@ inline V pow2(V n) {
 struct Two {
   V low, high;
 };
-inline Two split(const uint32_t* p) {
-  return {each([=](int i) { return as_float(p[i] << 16); }),
-          each([=](int i) { return as_float(p[i] & 0xffff0000u); })};
+inline V split_low(const uint32_t* p) {
+  return each([=](int i) { return as_float(p[i] << 16); });
 }
+inline V split_high(const uint32_t* p) {
+  return each([=](int i) { return as_float(p[i] & 0xffff0000u); });
+}
+inline Two split(const uint32_t* p) { return {split_low(p), split_high(p)}; }
 #include "vec_common.hpp"
