@@ -5,23 +5,34 @@
 constexpr int64_t kBlock = 32;  // outputs of a block: two panels of 16
 
 // Brings weights near while others are multiplied: the processor's own prefetchers fall behind a
-// stream whose lines are worked on for long.
+// stream whose lines are worked on for long. What is far comes into the second-level cache, spread
+// over the passes that are made over a block, so that memory does not rest.
 struct Fetch {
-  const char* far;  // into the second-level cache
-  int lines;        // of it for each two lines of weights: 0, 1 or 2
+  const char* far;
+  int passes;
+  int waited = 0;  // calls since the last line, of two passes or more
 
   inline void next(const void* w) {
     constexpr int64_t kNear = 2048;
     __builtin_prefetch(static_cast<const char*>(w) + kNear, 0, 3);
     __builtin_prefetch(static_cast<const char*>(w) + kNear + 64, 0, 3);
-    for (int i = 0; i < lines; ++i, far += 64) __builtin_prefetch(far, 0, 2);
+    if (passes == 1) {
+      __builtin_prefetch(far, 0, 2);
+      __builtin_prefetch(far + 64, 0, 2);
+      far += 128;
+    } else if ((waited += 2) >= passes) {
+      __builtin_prefetch(far, 0, 2);
+      far += 64;
+      waited = 0;
+    }
   }
 };
 
 // One panel of a block for R rows: x [units][R], w [units][32] -> 16 of out [R][32]. With so many
 // rows both panels' sums do not fit the registers.
 template <class U, class X, int R>
-inline void panel(const U* w, const X* x, int64_t units, Fetch fetch, float* out) {
+inline void panel(const U* w, const X* x, int64_t units, Fetch& fetched, float* out) {
+  Fetch fetch = fetched;  // in registers
   constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));
   V acc[R];
   for (int r = 0; r < R; ++r) acc[r] = zero();
@@ -30,15 +41,17 @@ inline void panel(const U* w, const X* x, int64_t units, Fetch fetch, float* out
     dots(acc, w, x);
   }
   for (int r = 0; r < R; ++r) store(out + r * kBlock, acc[r]);
+  fetched = fetch;
 }
 
 // One block for R rows: x [units][R], w [units][32] -> out [R][32].
 template <class U, class X, int R>
-inline void block(const U* w, const X* x, int64_t units, Fetch fetch, float* out) {
+inline void block(const U* w, const X* x, int64_t units, Fetch& fetched, float* out) {
   if constexpr (R > kRowsOfBlock) {
-    panel<U, X, R>(w, x, units, fetch, out);
-    return panel<U, X, R>(w + 16, x, units, {fetch.far, 0}, out + 16);
+    panel<U, X, R>(w, x, units, fetched, out);
+    return panel<U, X, R>(w + 16, x, units, fetched, out + 16);
   }
+  Fetch fetch = fetched;
   constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));  // units in two lines
   V acc[R][2];
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
@@ -56,10 +69,11 @@ inline void block(const U* w, const X* x, int64_t units, Fetch fetch, float* out
     store(out + r * kBlock, acc[r][0]);
     store(out + r * kBlock + 16, acc[r][1]);
   }
+  fetched = fetch;
 }
 
 template <class U, class X>
-using Block = void (*)(const U*, const X*, int64_t, Fetch, float*);
+using Block = void (*)(const U*, const X*, int64_t, Fetch&, float*);
 
 template <class U, class X, int... R>
 inline Block<U, X> block_of(int rows, std::integer_sequence<int, R...>) {
@@ -145,19 +159,18 @@ inline void linear_as(const LinearArgs& args) {
   const X* x = scratch.data();
   const U* weight = static_cast<const U*>(args.weight.panels);
   const int64_t blocks = (args.weight.n + kBlock - 1) / kBlock;
-  // One group: far ahead in the stream. Several: the next block, while this one is reused.
+  // One pass: far ahead in the stream. Several: the next block, while this one is reused.
   constexpr int64_t kFar = 8192;
   const int64_t size = units * kBlock * int64_t(sizeof(U));
-  const bool once = groups.count < 2;
+  const int passes = int(groups.count) * (args.rows > groups.count * kRowsOfBlock ? 2 : 1);
   parallel(blocks, [&](int64_t index) {
     const U* w = weight + index * units * kBlock;
-    const char* next = reinterpret_cast<const char*>(w) + (once ? kFar : size);
+    Fetch fetch{reinterpret_cast<const char*>(w) + (passes == 1 ? kFar : size), passes};
     alignas(64) float acc[kMostRows * kBlock];
     [[maybe_unused]] const Mode<T> mode;
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t first = groups.begin(group), rows = groups.begin(group + 1) - first;
       const auto run = block_of<U, X>(int(rows), std::make_integer_sequence<int, kMostRows>());
-      const Fetch fetch{next + group * size / 2, once ? 2 : group < 2 ? 1 : 0};
       run(w, x + first * units, units, fetch, acc);
       for (int64_t r = 0; r < rows; ++r) {
         if (args.gated) {
