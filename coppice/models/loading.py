@@ -54,18 +54,21 @@ def load_weights(
     read. Raises StartError as `load_target` does."""
     shard = shard or whole(config)
     checkpoint = Checkpoint.open(path)
-    _refuse_unknown_tensors(checkpoint, config, path)
+    names: set[str] = set()
 
     def read(name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        names.add(name)
         return checkpoint.tensor(name, shape, dtype, device, part)
 
+    first = _layer(read, config, 0, shard, quantize)
+    _refuse_unknown_tensors(checkpoint, names, config, path)
     vocabulary = (config.vocab_size, config.hidden_size)
     rows = Part(0, shard.vocabulary)
     embedding = read("model.embed_tokens.weight", vocabulary, rows)
-    layers = range(config.layers)
+    others = range(1, config.layers)
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_layer(read, config, layer, shard, quantize) for layer in layers),
+        layers=(first, *(_layer(read, config, layer, shard, quantize) for layer in others)),
         norm=read("model.norm.weight", (config.hidden_size,)),
         lm_head=embedding
         if config.tied_embeddings
@@ -191,26 +194,17 @@ def _layer(
     return ops.pack_layer(weights, layer_sizes(shard.layers_of(config)), quantize)
 
 
-def _refuse_unknown_tensors(checkpoint: Checkpoint, config: DecoderConfig, path: Path) -> None:
-    """A tensor that would be left out silently makes another model of it."""
-    known = _expected_names(config)
-    ignored = {"lm_head.weight"} if config.tied_embeddings else set[str]()
+def _refuse_unknown_tensors(
+    checkpoint: Checkpoint, first_layer: set[str], config: DecoderConfig, path: Path
+) -> None:
+    """A tensor that would be left out silently makes another model of it. `first_layer` are the
+    names that a layer is read from."""
+    known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    for layer in range(config.layers):
+        known |= {name.replace(".layers.0.", f".layers.{layer}.") for name in first_layer}
     for name in sorted(checkpoint.shards):
-        if name not in known | ignored and not name.endswith("rotary_emb.inv_freq"):
+        if name not in known and not name.endswith("rotary_emb.inv_freq"):
             raise StartError(
                 f"{path}: tensor {name} has no place in a {config.model_type} of "
                 f"{config.layers} layers as its config.json describes it"
             )
-
-
-def _expected_names(config: DecoderConfig) -> set[str]:
-    names: set[str] = set()
-
-    def note(name: str, shape: Sequence[int], part: Part | None) -> Tensor:
-        names.add(name)
-        return torch.empty(shape, device="meta")
-
-    for layer in range(config.layers):
-        _layer(note, config, layer, whole(config))
-    head = set[str]() if config.tied_embeddings else {"lm_head.weight"}
-    return names | head | {"model.embed_tokens.weight", "model.norm.weight"}
