@@ -1,7 +1,7 @@
 // Attention of a batch: which rows read which chunks (chunk.hpp), shared where they are the same.
 #pragma once
 
-constexpr int64_t kRowsOfTask = 4;
+constexpr int64_t kRowsOfTask = 8;
 
 // A task: some rows of a segment, the query heads of one KV head.
 struct Share {
@@ -60,7 +60,9 @@ struct Worker {
     for (int64_t i = 0; i < queries; ++i) {
       states[i] = {0, 0, false, parts.mixed + (chunk * queries + i) * stride()};
     }
-    shared(scratch, share, kv_head, chunk * kChunk, (chunk + 1) * kChunk, states);
+    // The chunk behind it is most often this thread's next one.
+    const int64_t behind = share.context - (chunk + 1) * kChunk;
+    shared(scratch, share, kv_head, chunk * kChunk, (chunk + 1) * kChunk, states, behind);
   }
 
   int64_t stride() const { return (args.d + 15) / 16 * 16; }
@@ -87,12 +89,13 @@ struct Worker {
     }
   }
 
-  // Keys [begin, end), which all rows have in the same lanes; a causal row stops at itself.
+  // Keys [begin, end), which all rows have in the same lanes; a causal row stops at itself. Of those
+  // `behind` some are fetched.
   void shared(Scratch& scratch, const Share& share, int64_t kv_head, int64_t begin, int64_t end,
-              State* states) const {
+              State* states, int64_t behind = 0) const {
     for (int64_t at = begin; at < end; at += kChunk) {
       const int64_t count = std::min(kChunk, end - at);
-      read(scratch, kv_head, share.slots + at, count, end - at - count);
+      read(scratch, kv_head, share.slots + at, count, end + behind - at - count);
       scratch.queries.clear();
       for (int64_t row = share.begin; row < share.end; ++row) {
         const int64_t visible = share.masks ? count : share.context + row + 1 - at;
@@ -183,7 +186,7 @@ struct Split {
   const Worker<T>& worker;
   const std::vector<Share>& shares;
   std::vector<Parts> parts;         // of each task
-  std::vector<int64_t> first_part;  // of each task, and behind the last
+  std::vector<int64_t> first_part;  // of each share, and behind the last
 
   struct Kept {
     std::vector<State> states;
@@ -202,13 +205,14 @@ struct Split {
     const int64_t heads = worker.args.kv_heads, stride = worker.stride();
     std::vector<int64_t> first_state;
     int64_t chunks = 0, states = 0;
-    for (size_t task = 0; task < shares.size() * heads; ++task) {
-      const Share& share = shares[task / heads];
+    for (const Share& share : shares) {
       const int64_t mine = share.masks ? share.context / kChunk : 0;
       first_part.push_back(chunks);
-      first_state.push_back(states);
-      chunks += mine;
-      states += mine * (share.end - share.begin) * worker.group;
+      chunks += mine * heads;
+      for (int64_t head = 0; head < heads; ++head) {
+        first_state.push_back(states);
+        states += mine * (share.end - share.begin) * worker.group;
+      }
     }
     first_part.push_back(chunks);
     auto& kept_here = kept<Kept>();
@@ -219,8 +223,10 @@ struct Split {
     }
     parallel(chunks, [&](int64_t part) {
       const auto after = std::upper_bound(first_part.begin(), first_part.end(), part);
-      const int64_t task = after - first_part.begin() - 1;
-      worker.run_part(shares[task / heads], task % heads, parts[task], part - first_part[task]);
+      const int64_t share = after - first_part.begin() - 1, at = part - first_part[share];
+      // All heads of a chunk one after the other: they are neighbours in memory.
+      const int64_t head = at % heads;
+      worker.run_part(shares[share], head, parts[share * heads + head], at / heads);
     });
   }
 };

@@ -5,7 +5,6 @@
 #pragma once
 
 constexpr int64_t kChunk = 64;
-constexpr int64_t kTile = 64;  // values of a head that are accumulated at once
 
 // Fetches what `Chunk::read` and the mixing will need of `count` keys.
 template <class T>
@@ -68,56 +67,68 @@ struct Query {
   int64_t count;  // keys of the chunk that the row reads
 };
 
-// weights = exp(score - highest) of the first `count` keys, for N queries. A: vectors of keys that
-// any of the queries reads; what the others would add is zero.
+// Vectors of keys, or of a head's values, that are worked on at once for n queries.
+constexpr int vectors_at_once(int n) { return std::clamp(kSums / n, 1, 4); }
+
+// f with `count`, of 1 to Most, as a constant.
+template <int Most, class F>
+inline void with_size(int64_t count, const F& f) {
+  if constexpr (Most > 1) {
+    if (count < Most) return with_size<Most - 1>(count, f);
+  }
+  f(std::integral_constant<int, Most>());
+}
+
+// scores[n][16 * i + lane] = q . k of A vectors of keys, for N queries.
 template <class T, int N, int A>
-inline void score_some(const Chunk<T>& chunk, int64_t units, float scale, const Query<T>* queries,
-                       float (*weights)[kChunk], float* highest_of, float* sum_of) {
-  V acc[N][A];
-  for (int n = 0; n < N; ++n) {
-    for (int i = 0; i < A; ++i) acc[n][i] = zero();
+inline void dot_keys(const typename Unit<T>::type* k, int64_t units, const Query<T>* queries,
+                     float (*scores)[kChunk], int64_t at) {
+  const Operand<T>* q[N];
+  for (int n = 0; n < N; ++n) q[n] = queries[n].q;
+  V acc[A][N];
+  for (int i = 0; i < A; ++i) {
+    for (int n = 0; n < N; ++n) acc[i][n] = zero();
   }
-  const auto* k = chunk.k.data();
+  k += at;
   for (int64_t u = 0; u < units; ++u, k += kChunk) {
-    Weights<T> keys[A];
-    for (int i = 0; i < A; ++i) keys[i] = load_weights(k + 16 * i);
-    for (int n = 0; n < N; ++n) {
-      const auto value = broadcast(queries[n].q[u]);
-      for (int i = 0; i < A; ++i) acc[n][i] = dot(acc[n][i], keys[i], value);
-    }
+    for (int i = 0; i < A; ++i) dots(acc[i], k + 16 * i, [&](int n) { return q[n][u]; });
   }
   for (int n = 0; n < N; ++n) {
-    V top = set1(-INFINITY), total = zero();
-    const auto valid = [&](int i) {
-      return std::clamp<int64_t>(queries[n].count - 16 * i, 0, 16);
-    };
-    for (int i = 0; i < A; ++i) {
-      acc[n][i] = first(acc[n][i] * set1(scale), valid(i), -INFINITY);
-      top = maximum(top, acc[n][i]);
-    }
-    highest_of[n] = highest(top);
-    for (int i = 0; i < A; ++i) {
-      const V weight = first(exponential(acc[n][i] - set1(highest_of[n])), valid(i), 0.0f);
-      store(weights[n] + 16 * i, weight);
-      total = total + weight;
-    }
-    sum_of[n] = sum(total);
+    for (int i = 0; i < A; ++i) store(scores[n] + at + 16 * i, acc[i][n]);
   }
 }
 
+// weights = exp(score - highest) of the first `count` keys, for N queries, and of further ones, that
+// some of the queries read, zero.
 template <class T, int N>
 inline void score(const Chunk<T>& chunk, int64_t units, float scale, const Query<T>* queries,
                   float (*weights)[kChunk], float* highest_of, float* sum_of) {
   int64_t most = 0;
   for (int n = 0; n < N; ++n) most = std::max(most, queries[n].count);
-  const auto run = [&](auto vectors) {
-    score_some<T, N, vectors.value>(chunk, units, scale, queries, weights, highest_of, sum_of);
-  };
-  switch ((most + 15) / 16) {
-    case 1: return run(std::integral_constant<int, 1>());
-    case 2: return run(std::integral_constant<int, 2>());
-    case 3: return run(std::integral_constant<int, 3>());
-    default: return run(std::integral_constant<int, 4>());
+  constexpr int kAtOnce = vectors_at_once(N);
+  for (int64_t at = 0; at < most; at += 16 * kAtOnce) {
+    with_size<kAtOnce>((most - at + 15) / 16, [&](auto keys) {
+      dot_keys<T, N, keys.value>(chunk.k.data(), units, queries, weights, at);
+    });
+  }
+  for (int n = 0; n < N; ++n) {
+    V top = set1(-INFINITY), total = zero();
+    const auto valid = [&](int64_t at) {
+      return std::clamp<int64_t>(queries[n].count - at, 0, 16);
+    };
+    for (int64_t at = 0; at < most; at += 16) {
+      const V scaled = first(load(weights[n] + at) * set1(scale), valid(at), -INFINITY);
+      store(weights[n] + at, scaled);
+      top = maximum(top, scaled);
+    }
+    highest_of[n] = highest(top);
+    for (int64_t at = 0; at < most; at += 16) {
+      const V shifted = load(weights[n] + at) - set1(highest_of[n]);
+      const V weight = first(exponential(shifted), valid(at), 0.0f);
+      store(weights[n] + at, weight);
+      total = total + weight;
+    }
+    sum_of[n] = sum(total);
   }
 }
 
@@ -149,21 +160,18 @@ inline void mix_tile(const Chunk<T>& chunk, int64_t at, int64_t last, int64_t fr
 template <class T, int N>
 inline void mix(const Chunk<T>& chunk, int64_t d, int64_t from, int64_t to,
                 float (*weights)[kChunk], float* mixed, int64_t stride) {
-  for (int64_t at = 0; at < d; at += kTile) {
-    const int64_t left = std::min(kTile, d - at), width = (left + 15) / 16;
+  constexpr int kAtOnce = vectors_at_once(N);
+  for (int64_t at = 0; at < d; at += 16 * kAtOnce) {
+    const int64_t left = std::min<int64_t>(16 * kAtOnce, d - at), width = (left + 15) / 16;
     const int64_t last = left - 16 * (width - 1);
-    const auto tile = [&](auto vectors, auto whole) {
-      mix_tile<T, N, vectors.value, whole.value>(chunk, at, last, from, to, weights, mixed, stride);
-    };
-    const auto sized = [&](auto whole) {
-      switch (width) {
-        case 1: return tile(std::integral_constant<int, 1>(), whole);
-        case 2: return tile(std::integral_constant<int, 2>(), whole);
-        case 3: return tile(std::integral_constant<int, 3>(), whole);
-        default: return tile(std::integral_constant<int, 4>(), whole);
+    with_size<kAtOnce>(width, [&](auto values) {
+      constexpr int W = values.value;
+      if (last == 16) {
+        mix_tile<T, N, W, true>(chunk, at, last, from, to, weights, mixed, stride);
+      } else {
+        mix_tile<T, N, W, false>(chunk, at, last, from, to, weights, mixed, stride);
       }
-    };
-    last == 16 ? sized(std::true_type()) : sized(std::false_type());
+    });
   }
 }
 
@@ -209,11 +217,9 @@ inline void attend_all(const Chunk<T>& chunk, int64_t d, const std::vector<Query
   for (; i + kQueries <= queries.size(); i += kQueries) {
     attend<T, kQueries>(chunk, d, queries.data() + i, mixed);
   }
-  const Query<T>* rest = queries.data() + i;
-  switch (queries.size() - i) {
-    case 0: return;
-    case 1: return attend<T, 1>(chunk, d, rest, mixed);
-    case 2: return attend<T, std::min(2, kQueries)>(chunk, d, rest, mixed);
-    default: return attend<T, std::min(3, kQueries)>(chunk, d, rest, mixed);
+  if (i < queries.size()) {
+    with_size<kQueries>(queries.size() - i, [&](auto rest) {
+      attend<T, rest.value>(chunk, d, queries.data() + i, mixed);
+    });
   }
 }

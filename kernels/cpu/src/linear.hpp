@@ -38,7 +38,7 @@ inline void panel(const U* w, const X* x, int64_t units, Fetch& fetched, float* 
   for (int r = 0; r < R; ++r) acc[r] = zero();
   for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
     if (u % kEvery == 0) fetch.next(w);
-    dots(acc, w, x);
+    dots(acc, w, [x](int r) { return x[r]; });
   }
   for (int r = 0; r < R; ++r) store(out + r * kBlock, acc[r]);
   fetched = fetch;

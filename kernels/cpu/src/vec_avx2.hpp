@@ -6,7 +6,8 @@ struct V {
 };
 constexpr int kMostRows = 6;  // 6 rows x a panel of two registers, of 16
 constexpr int kRowsOfBlock = 2;
-constexpr int kQueries = 1;
+constexpr int kQueries = 6;  // likewise, x 1 vector of keys or values
+constexpr int kSums = 6;
 
 inline V zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline V set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -70,3 +71,30 @@ inline V split_high(const uint32_t* p) {
   return {low(a), low(b)};
 }
 #include "vec_common.hpp"
+
+// out[u * stride + i] = rows[i][u] for 8 rows and 8 units.
+inline void transpose8(const uint32_t* const* rows, int64_t at, uint32_t* out, int64_t stride) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; ++i) a[i] = _mm256_castsi256_ps(raw(rows[i] + at));
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+  auto* to = reinterpret_cast<float*>(out);
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
+}
+inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t stride) {
+  for (int i = 0; i < 16; i += 8) {
+    transpose8(rows + i, 0, out + i, stride);
+    transpose8(rows + i, 8, out + 8 * stride + i, stride);
+  }
+}

@@ -6,7 +6,8 @@ struct V {
 };
 constexpr int kMostRows = 12;  // 12 rows x 2 panels of accumulators, of 32 registers
 constexpr int kRowsOfBlock = 12;
-constexpr int kQueries = 4;    // 4 queries x 4 vectors
+constexpr int kQueries = 4;    // 4 queries x 4 vectors of keys or values
+constexpr int kSums = 16;
 
 inline __mmask16 lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 inline V zero() { return {_mm512_setzero_ps()}; }
@@ -104,6 +105,14 @@ inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
   return fma(w.w.low, x.low, fma(w.w.high, x.high, acc));
 }
 #endif
+
+// `dot` for R rows, x(r) of each.
+template <int R, class U, class F>
+inline void dots(V (&acc)[R], const U* w, const F& x) {
+  const auto weights = load_weights(w);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) acc[r] = dot(acc[r], weights, broadcast(x(r)));
+}
 
 // out[u * stride + i] = rows[i][u] for 16 rows and 16 units.
 inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t stride) {

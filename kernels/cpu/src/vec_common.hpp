@@ -18,6 +18,7 @@ inline void store(T* p, V a, int64_t n) {
   std::memcpy(p, lane, n * sizeof(T));
 }
 inline V first(V a, int64_t n, float other) {
+  if (n == 16) return a;
   float lane[16];
   store(lane, a);
   for (int64_t i = n; i < 16; ++i) lane[i] = other;
@@ -62,24 +63,20 @@ inline V dot(V acc, const Weights<float>& w, V x) { return fma(w.w, x, acc); }
 inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
   return fma(w.w.low, x.low, fma(w.w.high, x.high, acc));
 }
-// `dot` for R rows: all high halves first, so that half of a weight is in registers at a time.
-template <int R>
-inline void dots(V (&acc)[R], const uint32_t* w, const Halves* x) {
+// `dot` for R rows, x(r) of each: all high halves first, so that half of a weight is in registers at
+// a time.
+template <int R, class F>
+inline void dots(V (&acc)[R], const uint32_t* w, const F& x) {
   const V high = split_high(w);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) acc[r] = fma(high, set1(x[r].high), acc[r]);
+  for (int r = 0; r < R; ++r) acc[r] = fma(high, set1(x(r).high), acc[r]);
   const V low = split_low(w);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) acc[r] = fma(low, set1(x[r].low), acc[r]);
+  for (int r = 0; r < R; ++r) acc[r] = fma(low, set1(x(r).low), acc[r]);
 }
-template <int R, class U>
-inline void dots(V (&acc)[R], const U* w, const float* x) {
+template <int R, class U, class F>
+inline void dots(V (&acc)[R], const U* w, const F& x) {
   const V weights = load(w);
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) acc[r] = fma(weights, set1(x[r]), acc[r]);
-}
-inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t stride) {
-  for (int i = 0; i < 16; ++i) {
-    for (int u = 0; u < 16; ++u) out[u * stride + i] = rows[i][u];
-  }
+  for (int r = 0; r < R; ++r) acc[r] = fma(weights, set1(x(r)), acc[r]);
 }

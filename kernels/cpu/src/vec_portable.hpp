@@ -7,6 +7,7 @@ struct V {
 constexpr int kMostRows = 2;
 constexpr int kRowsOfBlock = 2;
 constexpr int kQueries = 1;
+constexpr int kSums = 4;
 
 template <class F>
 inline V each(const F& f) {
@@ -77,3 +78,9 @@ inline V split_high(const uint32_t* p) {
 }
 inline Two split(const uint32_t* p) { return {split_low(p), split_high(p)}; }
 #include "vec_common.hpp"
+
+inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t stride) {
+  for (int i = 0; i < 16; ++i) {
+    for (int u = 0; u < 16; ++u) out[u * stride + i] = rows[i][u];
+  }
+}
