@@ -20,6 +20,7 @@ class Hardware:
     # A level of a draft takes this share of a pass of the target with as many rows.
     level_share: float
     accepted: tuple[float, ...]  # probability by rank that a tree's best, second best ... node is
+    shared: bool = False  # drafter and verifier compete for the same cores
 
     def step_seconds(self, rows: int) -> float:
         return _line(self.step_ms, rows) / 1000
@@ -55,6 +56,7 @@ CPU = Hardware(
     ),
     0.09,
     tuple(0.36 * rank**-1.16 for rank in range(1, 64)),
+    shared=True,
 )  # fmt: skip
 
 # Llama-3.1-8B in bf16 on one H100, for which SGLang's documentation ("Speculative Decoding",

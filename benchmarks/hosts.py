@@ -76,19 +76,23 @@ class Host:
     def join(self) -> None:
         ip("link", "set", self.cable, "up")
 
+    def pids(self) -> list[int]:
+        """Of all that runs on it."""
+        return [int(pid) for pid in ip("netns", "pids", self.name).split()]
+
     def end(self) -> None:
         """Kills all that runs on it."""
-        while pids := ip("netns", "pids", self.name).split():
+        while pids := self.pids():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
 
 
 @dataclass(frozen=True, slots=True)
 class HostedService:
-    """The gateway, Redis and the head of Ray are on `head`; a verifier and a drafter on each."""
+    """The gateway, Redis and the head of Ray are on `head`; the workers on both."""
 
     head: Host
     other: Host
@@ -97,15 +101,20 @@ class HostedService:
 
 
 @contextlib.contextmanager
-def service_on_hosts(*flags: str) -> Generator[HostedService, None, None]:
-    """`coppice up` with `flags`, over two hosts."""
+def service_on_hosts(
+    *flags: str, cores: tuple[int, int] = (2, 2)
+) -> Generator[HostedService, None, None]:
+    """`coppice up` over two hosts: a verifier and a drafter on each, where `flags` do not say
+    otherwise, such as one verifier whose ranks are spread. `cores` are those that Ray believes the
+    hosts to have; of ranks that are spread the first one is where most are."""
     with hosts(2) as (head, other), tempfile.TemporaryDirectory() as folder:
         cluster = f"{head.address}:{RAY_PORT}"
-        small = ("--num-cpus=2", "--object-store-memory=100000000", "--disable-usage-stats")
+        small = ("--object-store-memory=100000000", "--disable-usage-stats")
         ray = (str(SCRIPTS / "ray"), "start", "--block", *small, "--node-ip-address")
+        first, second = (f"--num-cpus={each}" for each in cores)
         door = ("--head", f"--port={RAY_PORT}", "--include-dashboard=false")
-        head.start("runtime started", *ray, head.address, *door, f"--temp-dir={folder}")
-        other.start("runtime started", *ray, other.address, "--address", cluster)
+        head.start("runtime started", *ray, head.address, first, *door, f"--temp-dir={folder}")
+        other.start("runtime started", *ray, other.address, second, "--address", cluster)
         redis = ("--bind", head.address, "--port", str(REDIS_PORT), "--protected-mode", "no")
         storage = ("--save", "", "--dir", folder)
         head.start("[Rr]eady to accept", str(redis_executable()), *redis, *storage)

@@ -170,7 +170,7 @@ def variants(settings: Settings, modes: Sequence[Mode], slots: int) -> dict[Mode
     """The services that the modes need, with `slots` token slots at least, so that nobody waits for
     any."""
     verifier, drafter = (
-        group.model_copy(update={"kv_slots": max(group.kv_slots, slots + MAX_ROWS)})
+        group.model_copy(update={"kv_slots": max(group.kv_slots or 0, slots + MAX_ROWS)})
         for group in (settings.verifier, settings.drafter)
     )
     verifier = verifier.model_copy(update={"prefix_cache": False})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 
 from kernels import ops
-from verifier_svc.ranks import WAIT_SECONDS, Ranks
+from verifier_svc.ranks import WAIT_SECONDS, Address, Ranks
 from verifier_svc.target import Target
 from verifier_svc.tensor_parallel import LeadingRunner, follow
 
@@ -37,16 +37,16 @@ def rank_group(
     # One import of torch for all of them.
     context.set_forkserver_preload([__name__])
     ranks = first(0, size, target.device, wait_seconds)
-    port = ranks.open()
+    address = ranks.open()
     followers = tuple(
-        context.Process(target=_follow, args=(target, rank, size, port, slots, wait_seconds))
+        context.Process(target=_follow, args=(target, rank, size, address, slots, wait_seconds))
         for rank in range(1, size)
     )
     for follower in followers:
         follower.start()
     try:
         model = target.load_shard(ranks)
-        ranks.join(port)
+        ranks.join(address)
         runner = LeadingRunner(model, slots, feature_layers)
         try:
             yield RankGroup(runner, followers)
@@ -59,11 +59,11 @@ def rank_group(
 
 
 def _follow(
-    target: Target, rank: int, size: int, port: int, slots: int, wait_seconds: float
+    target: Target, rank: int, size: int, address: Address, slots: int, wait_seconds: float
 ) -> None:
     ops.set_threads(1)
     ranks = Ranks(rank, size, target.device, wait_seconds)
     model = target.load_shard(ranks)
-    ranks.join(port)
+    ranks.join(address)
     follow(model, slots)
     ranks.leave()

@@ -2,11 +2,12 @@
 
 Without options a table of concurrency by mode for each hardware: `auto` is the service as it is,
 `on` is a fixed budget without a guard, `off` is plain decoding. With `--poisson`, `--steps` or
-`--trace` the same for that load.
+`--trace` the same for that load, and with `--drafters 1,2` for two drafters, of which one takes
+twice as long.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -49,14 +50,20 @@ def at_concurrency(hardware: Hardware, sessions: int, seed: int = 0, walks: int 
     return Load(str(sessions), lambda: Constant([(0.0, sessions)], seconds, Random(seed)))
 
 
-def simulate(hardware: Hardware, load: Load, settings: Settings, seed: int = 0) -> list[Run]:
-    """One run per mode."""
+def simulate(
+    hardware: Hardware,
+    load: Load,
+    settings: Settings,
+    seed: int = 0,
+    drafters: Sequence[float] = (1.0,),
+) -> list[Run]:
+    """One run per mode; `drafters` by how many times as long as the hardware's they take."""
     return [
         Run(
             hardware.name,
             load.name,
             mode,
-            Simulation(hardware, mode, load.traffic(), settings, seed).run(),
+            Simulation(hardware, mode, load.traffic(), settings, seed, drafters).run(),
         )
         for mode in MODES
     ]
@@ -71,6 +78,7 @@ def main(
         str | None, typer.Option(help="sessions from second on: 0:4,10:64,20:4")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help='lines of {"at": s, "tokens": n}')] = None,
+    drafters: Annotated[str, typer.Option(help="relative times of their drafts: 1,2")] = "1",
     seed: Annotated[int, typer.Option(help="of arrivals, lengths and acceptance")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="also to this file")] = None,
 ) -> None:
@@ -81,11 +89,12 @@ def main(
         speculation=SpeculationSettings(nodes=nodes),
         verifier=VerifierSettings(row_budget=row_budget),
     )
+    slowness = [float(each) for each in drafters.split(",")]
     given = _given_loads(rate, steps, trace, seed)
     runs: list[Run] = []
     for each in HARDWARE.values() if hardware == "all" else [HARDWARE[hardware]]:
         loads = given or [at_concurrency(each, sessions, seed) for sessions in CONCURRENCY]
-        mine = [run for load in loads for run in simulate(each, load, settings, seed)]
+        mine = [run for load in loads for run in simulate(each, load, settings, seed, slowness)]
         Console().print(as_table(each.name, mine))
         runs.extend(mine)
     if json_path is not None:
@@ -142,6 +151,7 @@ def as_json(run: Run) -> dict[str, Any]:
         "guard_mode_share": round(outcome.guard_share, 4),
         "guard_switches": outcome.switches,
         "drafter_s": round(outcome.drafting_seconds, 3),
+        "waiting_s": round(outcome.waiting_seconds, 3),
         "seconds": round(outcome.seconds, 3),
     }
 

@@ -1,15 +1,19 @@
-"""Replays load through the verifier's own guard and budget in virtual time: no model runs."""
+"""Replays load through the verifier's own scheduler, guard and budget in virtual time: no model
+runs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
 from benchmarks.hardware import Hardware
+from benchmarks.simulated_drafter import Draft, Drafter, Session
 from benchmarks.traffic import Traffic
 from coppice.settings import Settings
 from coppice.tree import DraftTree
 from verifier_svc.budget import Budget, Grant
 from verifier_svc.guard import Guard
+from verifier_svc.scheduler import Limits, SessionView, Share, plan
 
 Mode = Literal["auto", "on", "off"]
 MODES: tuple[Mode, ...] = ("auto", "on", "off")
@@ -17,6 +21,7 @@ MODES: tuple[Mode, ...] = ("auto", "on", "off")
 _NOISE = 0.05  # standard deviation of what a pass or a draft takes
 # Of the time of the traffic, until counting begins: the policy learns first.
 _UNCOUNTED = 0.1
+_SLOTS = 1 << 30  # there are enough
 
 
 @dataclass(slots=True)
@@ -26,7 +31,8 @@ class Outcome:
     seconds: float = 0.0
     tokens: float = 0.0  # by expectation, so that a short run tells as much as a long one
     guarded_seconds: float = 0.0
-    drafting_seconds: float = 0.0
+    drafting_seconds: float = 0.0  # of all drafters
+    waiting_seconds: float = 0.0  # of the verifier, for trees
     grants: int = 0
     granted_nodes: int = 0
     switches: int = 0  # of the guard, from the start
@@ -44,20 +50,19 @@ class Outcome:
         return self.guarded_seconds / max(self.seconds, 1e-9)
 
 
-@dataclass(slots=True)
-class _Session:
-    left: int  # tokens
-    nodes: int = 0  # of its tree
-    ready_at: float = 0.0  # when that is there
-    in_play: bool = False  # its drafter has what it needs, and so is awaited
-
-
 class Simulation:
-    """One verifier with one drafter. Prompts take no time, and trees are awaited however long they
-    take: the budget has to see to it that this pays."""
+    """One verifier, and `drafters` by their slowness, whose sessions join them by turns. Prompts
+    take no time. Of a late tree the part below what was committed meanwhile is verified, with half
+    of the nodes for each token of that."""
 
     def __init__(
-        self, hardware: Hardware, mode: Mode, traffic: Traffic, settings: Settings, seed: int = 0
+        self,
+        hardware: Hardware,
+        mode: Mode,
+        traffic: Traffic,
+        settings: Settings,
+        seed: int = 0,
+        drafters: Sequence[float] = (1.0,),
     ) -> None:
         speculation, rows = settings.speculation, settings.verifier.row_budget
         self.outcome = Outcome()
@@ -67,10 +72,16 @@ class Simulation:
         self._random = Random(seed)
         self._budget = Budget(speculation.nodes, rows, mode == "auto")
         self._guard = Guard(settings.guard, speculation.drafter, self._budget.advantage)
+        self._limits = Limits(1, lambda _, __: [], rows, self._budget.step_seconds, headroom=0)
         self._trees = [_chain(nodes) for nodes in range(speculation.nodes + 1)]
-        self._sessions: list[_Session] = []
+        self._drafters = [Drafter(hardware, slowness) for slowness in drafters]
+        self._sessions: dict[str, Session] = {}
+        self._arrived = 0
+        self._came: list[Draft] = []  # while a pass ran
+        self._running: tuple[Share, ...] = ()  # the pass
+        self._started = 0.0
+        self._left = 0.0  # seconds of it, with nothing beside it
         self._now = 0.0
-        self._drafter_free_at = 0.0
         measured = 1
         while measured <= rows:  # as a verifier does when it starts
             self._budget.observe_step(measured, hardware.step_seconds(measured))
@@ -82,93 +93,162 @@ class Simulation:
         return self.outcome
 
     def _advance(self) -> bool:
-        """To the end of the next pass, or to when one can start; False when all is done."""
-        started = self._now
-        if self._traffic.over(started):
+        """To the next thing that ends; False when all is done."""
+        if self._traffic.over(self._now):
             return False
-        for tokens in self._traffic.arrivals(self._now, len(self._sessions)):
-            self._sessions.append(_Session(tokens, ready_at=self._now))
-        self._update_guard()
-        waiting = [session for session in self._sessions if session.ready_at > self._now]
-        ready = [session for session in self._sessions if session.ready_at <= self._now]
-        if not self._sessions:
-            coming = self._traffic.next_arrival(self._now)
-            if coming is None:
-                return False
-            self._now = coming
-        elif waiting and (len(ready) < len(waiting) or all(s.nodes for s in ready)):
-            self._now = min(session.ready_at for session in waiting)
-        else:
-            self._pass(ready)
-        if self._counts:
-            self.outcome.seconds += self._now - started
-            self.outcome.guarded_seconds += (self._now - started) * self._guard.closed
+        wake: float | None = None
+        if not self._running:
+            for tokens in self._traffic.arrivals(self._now, len(self._sessions)):
+                drafter = self._drafters[self._arrived % len(self._drafters)]
+                session = Session(str(self._arrived), tokens, drafter)
+                self._sessions[session.name] = session
+                self._arrived += 1
+            if self._sessions:
+                wake = self._plan()
+            else:
+                wake = self._traffic.next_arrival(self._now)
+                if wake is None:
+                    return False
+        self._elapse(wake)
         return True
 
-    @property
-    def _counts(self) -> bool:
-        return self._now >= _UNCOUNTED * self._traffic.seconds
+    # ---- the verifier ------------------------------------------------------
 
-    def _update_guard(self) -> None:
+    def _plan(self) -> float | None:
+        """Begins a pass, or returns when to look again."""
+        self._take_trees()
         before = self._guard.closed
-        if self._mode == "auto" and self._guard.update(len(self._sessions), self._now):
-            for session in self._sessions:
-                session.nodes, session.ready_at = 0, self._now
-        self.outcome.switches += self._guard.closed != before
+        closed = self._mode == "auto" and self._guard.update(len(self._sessions), self._now)
+        self.outcome.switches += closed != before
+        for session in self._sessions.values():
+            if closed:
+                session.nodes, session.awaited = 0, None
+            elif session.awaited is not None and session.awaited.until <= self._now:
+                self._miss(session)
+        views = [
+            SessionView(each.name, 1, each.nodes, each.awaited, each.gain)
+            for each in self._sessions.values()
+        ]
+        planned = plan(views, _SLOTS, self._limits, self._now)
+        self._running = planned.shares
+        if planned.shares:
+            rows = sum(share.rows + share.nodes for share in planned.shares)
+            self._started = self._now
+            self._left = self._hardware.step_seconds(rows) * self._noise()
+        return planned.wait_until
 
-    def _pass(self, ready: list[_Session]) -> None:
-        rows = sum(1 + session.nodes for session in ready)
-        seconds = self._hardware.step_seconds(rows) * self._noise()
-        self._now += seconds
+    def _take_trees(self) -> None:
+        for draft in self._came:
+            session = draft.session
+            drafted = session.asks.answered(draft.length, self._now)
+            if drafted is not None:
+                self._budget.observe_draft(*drafted)
+            behind = session.length - draft.length
+            session.patience.came(in_time=not behind)
+            if not behind:
+                session.nodes, session.rerooted, session.awaited = draft.grant.nodes, None, None
+            elif (left := len(self._accepted(draft.grant.nodes)) - behind) >= 0:
+                session.nodes = max(1, draft.grant.nodes >> behind)
+                session.rerooted = left
+        self._came = []
+
+    def _miss(self, session: Session) -> None:
+        overdue = session.asks.overdue(self._now)
+        if overdue is not None:
+            self._budget.observe_draft(*overdue)
+        session.awaited = None
+        session.patience.missed()
+
+    def _commit(self) -> None:
         decoding = len(self._sessions)
-        asked: list[tuple[_Session, Grant]] = []
-        for session in ready:
-            self._walk(session)
-            grant = self._granted(session, decoding)
-            if grant.nodes:
-                asked.append((session, grant))
-            session.in_play = session.in_play and grant.nodes > 0
-            session.nodes = grant.nodes if session.in_play else 0
-        self._sessions = [session for session in self._sessions if session.left > 0]
-        self._draft([(session, grant) for session, grant in asked if session.left > 0])
-        self._budget.observe_step(rows, seconds)
+        rows = sum(share.rows + share.nodes for share in self._running)
+        for share in self._running:
+            session = self._sessions[share.session_id]
+            if session.awaited is not None and session.awaited.expected <= self._started:
+                self._miss(session)
+            self._walk(session, share.nodes)
+            self._ask(session, decoding)
+            if session.left <= 0:
+                del self._sessions[session.name]
+                session.drafter.due.pop(session, None)
+        self._running = ()
+        self._budget.observe_step(rows, self._now - self._started)
 
-    def _walk(self, session: _Session) -> None:
-        accepted = self._hardware.walk(session.nodes, self._random)
-        if session.nodes and self._mode == "auto":
-            self._budget.observe_walk(self._trees[session.nodes], accepted)
-        session.left -= len(accepted) + 1
+    def _walk(self, session: Session, nodes: int) -> None:
+        accepted = expected = 0.0
+        if nodes and session.rerooted is not None:
+            accepted = expected = session.rerooted
+        elif nodes:
+            rows = self._accepted(nodes)
+            accepted, expected = len(rows), sum(self._hardware.accepted[:nodes])
+            session.patience.verified(len(rows), self._budget.gain(session.nodes))
+            self._budget.observe_walk(self._trees[session.nodes], rows, nodes)
+        session.length += int(accepted) + 1
+        session.left -= int(accepted) + 1
+        session.nodes, session.rerooted, session.awaited = 0, None, None
         if self._counts:
-            self.outcome.tokens += 1 + sum(self._hardware.accepted[: session.nodes])
+            self.outcome.tokens += 1 + expected
 
-    def _granted(self, session: _Session, decoding: int) -> Grant:
+    def _ask(self, session: Session, decoding: int) -> None:
         grant = Grant(0, decoding)
         if self._mode != "off" and not self._guard.closed:
             grant = self._budget.choose(decoding)
         if self._counts:
             self.outcome.grants += 1
             self.outcome.granted_nodes += grant.nodes
-        return grant
-
-    def _draft(self, asked: list[tuple[_Session, Grant]]) -> None:
-        """In one batch, when the one before is done. Who was not in play catches up, and nobody
-        waits for that; its tree comes too late to be of use."""
-        if not asked:
+        if not grant.nodes:
+            session.in_play = False
+            session.asks.clear()
+            session.drafter.due.pop(session, None)
             return
-        nodes = max(grant.nodes for _, grant in asked)
-        noise = self._noise()
-        levels = [noise * level for level in self._hardware.level_seconds(nodes, len(asked))]
-        self._budget.observe_levels(levels)
-        seconds = sum(levels)
-        start = max(self._now, self._drafter_free_at)
-        self._drafter_free_at = start + seconds
+        session.asks.add(session.length, self._now, grant, session.in_play)
+        if not session.in_play:
+            session.patience.bench()
+        session.in_play = True
+        session.awaited = session.patience.awaits(grant, self._now, self._budget)
+        session.gain = session.patience.gain(grant.nodes, self._budget)
+        session.drafter.due[session] = grant
+
+    # ---- time --------------------------------------------------------------
+
+    def _elapse(self, wake: float | None) -> None:
+        """Until a pass or a draft ends, or `wake`. Where they share cores, each of two takes twice
+        as long."""
+        drafting = [each for each in self._drafters if each.batch]
+        pace = 0.5 if self._hardware.shared and drafting and self._running else 1.0
+        ends = [each.left / pace for each in drafting]
+        if self._running:
+            ends.append(self._left / pace)
+        if wake is not None:
+            ends.append(max(0.0, wake - self._now))
+        passed = min(ends)
+        self._count(passed, len(drafting))
+        self._now += passed
+        for each in drafting:
+            each.left -= passed * pace
+            if each.left <= 1e-12:
+                self._came += [draft for draft in each.batch if draft.session.left > 0]
+                each.batch = []
+        self._left -= passed * pace
+        if self._running and self._left <= 1e-12:
+            self._commit()
+        for each in self._drafters:
+            if each.due and not each.batch:
+                self._budget.observe_levels(each.start(self._noise()))
+
+    def _count(self, seconds: float, drafting: int) -> None:
         if self._counts:
-            self.outcome.drafting_seconds += seconds
-        for session, grant in asked:
-            if session.in_play:
-                session.ready_at = self._drafter_free_at
-                self._budget.observe_draft(grant, session.ready_at - self._now)
-            session.in_play = True
+            self.outcome.seconds += seconds
+            self.outcome.guarded_seconds += seconds * self._guard.closed
+            self.outcome.drafting_seconds += seconds * drafting
+            self.outcome.waiting_seconds += seconds * (bool(self._sessions) and not self._running)
+
+    @property
+    def _counts(self) -> bool:
+        return self._now >= _UNCOUNTED * self._traffic.seconds
+
+    def _accepted(self, nodes: int) -> list[int]:
+        return self._hardware.walk(nodes, self._random)
 
     def _noise(self) -> float:
         return max(0.5, self._random.gauss(1.0, _NOISE))

@@ -12,7 +12,11 @@ from pydantic_settings import (
 
 from coppice.tree import MAX_ROWS
 
+MIN_SLOTS = 128
+
 DrafterKind = Literal["eagle", "medusa", "model", "ngram", "none"]
+# Ray's strategies for a placement group.
+RankPlacement = Literal["strict_pack", "pack", "spread", "strict_spread"]
 
 
 class Group(BaseModel):
@@ -29,7 +33,8 @@ class ModelSettings(Group):
         default=None, description="name that requests may use; default: the model's own"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="of the weights; auto = float32 on a CPU, bfloat16 on a GPU"
+        default="auto",
+        description="of the weights; auto = bfloat16, and float32 on a CPU without our kernels",
     )
     quantization: Literal["none", "int8"] = Field(
         default="none", description="of the weights, on a CPU: int8 is half of bfloat16's memory"
@@ -88,12 +93,24 @@ class VerifierSettings(Group):
     tensor_parallel: int = Field(
         default=1, ge=1, le=64, description="ranks that share one target, each on a GPU of its own"
     )
-    threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of all ranks together; default: all cores"
+    placement: RankPlacement = Field(
+        default="strict_pack",
+        description="of the ranks: all on one host, on few hosts, on many, or each on its own",
     )
-    kv_slots: int = Field(default=16384, ge=128, description="tokens that the KV pool holds")
-    memory_fraction: float = Field(
-        default=0.9, gt=0.0, le=1.0, description="share of free memory for the KV pool"
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of all ranks on a host; default: all cores"
+    )
+    kv_slots: int | None = Field(
+        default=None,
+        ge=MIN_SLOTS,
+        description="tokens that the KV pool holds; default: what memory_fraction has room for",
+    )
+    memory_fraction: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="share of free memory for the KV pool; default: 0.9 of a GPU's, and on a CPU "
+        "0.25, for all verifiers together",
     )
     prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens of one pass at most")
     prefix_cache: bool = Field(

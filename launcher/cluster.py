@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from coppice.errors import CoppiceError, StartError, first_line
 from coppice.settings import Settings
 from drafter_svc.actor import DrafterWorker
-from launcher.placement import NEXT_TO_NOTHING, first_rank, group_of_ranks
+from launcher.placement import NEXT_TO_NOTHING, first_rank, group_of_ranks, until_placed
 from verifier_svc.actor import VerifierWorker
 
 OBJECT_STORE_BYTES = 100 * 2**20  # Ray carries control calls only
@@ -123,7 +124,12 @@ def kill(processes: set[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=EXIT_SECONDS)
+    until = time.monotonic() + EXIT_SECONDS
+    while processes and time.monotonic() < until:
+        _, alive = psutil.wait_procs(processes, timeout=0.02)
+        # The dead whose parent is gone stay listed where the first process of a container does
+        # not ask after them.
+        processes = {each for each in alive if status_of(each) != psutil.STATUS_ZOMBIE}
 
 
 def name_of(process: psutil.Process) -> str:
@@ -131,6 +137,13 @@ def name_of(process: psutil.Process) -> str:
         return process.name()
     except psutil.NoSuchProcess:
         return ""
+
+
+def status_of(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +187,8 @@ def host_in_turn(device: str, name: str) -> NodeAffinitySchedulingStrategy:
 
 
 async def until_ready(worker: Worker) -> None:
+    if worker.group is not None:
+        await until_placed(worker.group, worker.name)
     try:
         await asyncio.wait_for(worker.handle.ready.remote(), READY_SECONDS)
     except TimeoutError:

@@ -7,7 +7,7 @@ from coppice.registry import Heartbeat, WorkerRecord
 from coppice.settings import Settings
 from coppice.telemetry import configure_logging
 from verifier_svc.engine import Timings
-from verifier_svc.followers import Followers
+from verifier_svc.followers import Followers, meeting_address, node_address
 from verifier_svc.service import VerifierService
 
 _TELL_SECONDS = 1.0
@@ -20,7 +20,7 @@ class VerifierWorker:
     def __init__(self, settings: Settings, name: str, host: str | None = None) -> None:
         configure_logging(name, settings.log_level)
         self._followers = Followers(settings, name)
-        self._service = VerifierService(settings, name)
+        self._service = VerifierService(settings, name, meeting_address(settings.verifier))
         self._host = host
         self._starting = asyncio.Lock()
         self._address: str | None = None
@@ -37,11 +37,11 @@ class VerifierWorker:
         return self._address
 
     async def _start(self) -> str:
-        ranks, host = self._service.ranks, self._host or _node_ip()
+        ranks, host = self._service.ranks, self._host or node_address()
         if ranks is None:
             return await self._service.start(host, _end)
         try:
-            await self._followers.join(ranks, _end)
+            await self._followers.join(ranks, self._service.info, _end)
             return await self._service.start(host, _end)
         except Exception:
             # Of use is a whole group alone. Whoever waits hears why before Ray starts another.
@@ -75,9 +75,3 @@ class VerifierWorker:
 def _end() -> None:
     """Of a crashed engine, or a group that lacks a rank. Ray starts a new process."""
     os._exit(1)
-
-
-def _node_ip() -> str:
-    from ray.util import get_node_ip_address
-
-    return str(get_node_ip_address())

@@ -2,12 +2,27 @@
 
 from dataclasses import dataclass, field
 
-from verifier_svc.budget import Grant
+from verifier_svc.budget import Budget, Grant
 
 MAX_STRIKES = 3
 MOST_NEEDED = 64
-# How fast the running mean of accepted tokens forgets.
+# How fast the running mean of what trees are worth forgets.
 _MEAN_WEIGHT = 0.1
+# Of so few tokens nothing can be told: no tree is compared with less.
+_LEAST_GAIN = 0.1
+# A tree is awaited for so many plain steps at least; with a fixed budget the user has said that
+# trees are wanted, also where they do not pay.
+_LEAST_STEPS, _LEAST_STEPS_FIXED = 0.25, 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A tree that a drafter was asked for and that passes wait for. Seconds of one clock."""
+
+    asked: float
+    expected: float  # when it should be there
+    until: float  # nobody waits longer
+    nodes: int  # that it may have
 
 
 @dataclass(slots=True)
@@ -16,7 +31,9 @@ class Patience:
     has sent some trees by itself: twice as many after each comeback that failed."""
 
     benched: bool = True
-    extra_tokens: float = 1.0  # running mean of accepted tokens of its trees
+    # Running mean of the tokens that its trees brought, over those that trees of their size bring
+    # on average. Only of those that came in time: what is left of a late one says nothing of it.
+    worth: float = 1.0
     _strikes: int = 0
     _needed: int = 1  # trees that end the bench
     _seen: int = 0
@@ -41,13 +58,25 @@ class Patience:
             self._needed = min(2 * self._needed, MOST_NEEDED)
             self._strikes = MAX_STRIKES - 1  # one more miss after a comeback is enough
 
-    def verified(self, accepted: int) -> None:
-        self.extra_tokens += _MEAN_WEIGHT * (accepted - self.extra_tokens)
+    def verified(self, accepted: int, gain: float) -> None:
+        """A tree that came in time brought `accepted` tokens, and its like `gain`."""
+        self.worth += _MEAN_WEIGHT * (accepted / max(gain, _LEAST_GAIN) - self.worth)
 
-    def seconds(self, plain_step: float, least_steps: float) -> float:
-        """How long the next tree is worth waiting for: the plain steps that it is expected to
-        save, and `least_steps`, or one bad tree after another would end the waiting for good."""
-        return 0.0 if self.benched else max(least_steps, self.extra_tokens) * plain_step
+    def gain(self, nodes: int, budget: Budget) -> float:
+        """The tokens that its next tree, of so many nodes, is expected to bring."""
+        return self.worth * budget.gain(nodes)
+
+    def awaits(self, grant: Grant, now: float, budget: Budget) -> Awaited | None:
+        """Whether the tree that is asked for `now` is awaited, and how long at most: the plain
+        steps that it is expected to save, and a few at least, or one bad tree after another would
+        end the waiting for good."""
+        least = _LEAST_STEPS if budget.adaptive else _LEAST_STEPS_FIXED
+        steps = max(least, self.gain(grant.nodes, budget))
+        seconds = steps * budget.step_seconds(grant.sessions)
+        if self.benched or not seconds:
+            return None
+        expected = now + budget.draft_seconds(grant.nodes, grant.sessions)
+        return Awaited(now, expected, now + seconds, grant.nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,11 @@ class Budget:
 
     # ---- what they foretell ------------------------------------------------
 
+    def gain(self, nodes: int) -> float:
+        """Tokens that are accepted of a tree of so many nodes, at least one."""
+        # A larger tree holds the smaller one, whatever few walks say of it.
+        return max(self._gain[size] for size in self._sizes if size <= nodes)
+
     def step_seconds(self, rows: int) -> float:
         """Of a pass with so many rows; 0 while nothing has been measured."""
         return self._steps.seconds(rows)
@@ -146,10 +151,8 @@ class Budget:
         if nodes == 0:
             return decoding / max(self.step_seconds(decoding), 1e-9)
         seconds = self.step_seconds(round(decoding * (self._verified[nodes] + 1)))
-        # A larger tree holds the smaller one, whatever few walks say of it.
-        gain = max(self._gain[size] for size in self._sizes if size <= nodes)
         seconds += self.draft_seconds(nodes, decoding)
-        return decoding * (1 + gain) / max(seconds, 1e-9)
+        return decoding * (1 + self.gain(nodes)) / max(seconds, 1e-9)
 
     def advantage(self, decoding: int) -> float:
         """How many times as fast as plain decoding the best trees are. Until some were measured

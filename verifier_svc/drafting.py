@@ -81,14 +81,14 @@ def receive_tree(
     draft.tree, draft.draft_id = budget.worthwhile(tree), message.draft_id
     draft.exact = message.base_length == length
     if draft.exact:  # else a better one is on its way, and this one is for when it is late
-        draft.awaited_until = None
+        draft.awaited = None
 
 
 def receive_pass(session: Session, base_length: int) -> None:
     """The drafter has nothing to propose this time: nobody waits for it."""
     session.draft.asks.answered(base_length, 0.0)
     if base_length == len(session.tokens):
-        session.draft.awaited_until = None
+        session.draft.awaited = None
 
 
 def miss(session: Session, now: float, budget: Budget) -> None:
@@ -97,9 +97,16 @@ def miss(session: Session, now: float, budget: Budget) -> None:
     drafted = draft.asks.overdue(now)
     if drafted is not None:
         budget.observe_draft(*drafted)
-    draft.awaited_until = None
+    draft.awaited = None
     draft.patience.missed()
     session.stats.missed_drafts += 1
+
+
+def give_up(session: Session, now: float, budget: Budget) -> None:
+    """A pass takes the session without the tree that it awaits. Only what is overdue was missed."""
+    awaited = session.draft.awaited
+    if awaited is not None and awaited.expected <= now:
+        miss(session, now, budget)
 
 
 def pause(session: Session) -> None:

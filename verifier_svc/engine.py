@@ -32,10 +32,6 @@ from verifier_svc.scheduler import Limits
 from verifier_svc.session import DraftLink, Session, StepEvent
 from verifier_svc.slot_pool import SlotPool
 
-# A tree is awaited for so many plain steps at least; with a fixed budget the user has said that
-# trees are wanted, also where they do not pay.
-_LEAST_STEPS, _LEAST_STEPS_FIXED = 0.25, 4.0
-
 
 @dataclass(slots=True)
 class Timings:
@@ -67,7 +63,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         verifier = self.settings.verifier
-        self.slots = SlotPool(verifier.kv_slots, verifier.prefix_cache)
+        self.slots = SlotPool(self.runner.slots, verifier.prefix_cache)
         speculation = self.settings.speculation
         self.budget = Budget(speculation.nodes, verifier.row_budget, speculation.budget == "auto")
         # Asked for when it is read, not at every pass.
@@ -112,13 +108,13 @@ class Engine:
         depth = sum(not session.paused for session in self.sessions.values())
         closed = self.guard.update(depth, now)
         self._drop_late_drafts(now, closed)
-        planned = self._plan()
+        planned = self._plan(now)
         if planned.shares:
             self.timings.plan += time.monotonic() - now
             stepping.run_pass(self, planned.shares)
         self.metrics.observe_state(self)
         if not self.sessions:
-            self.check_integrity()
+            assert not self.slots.used, f"{self.slots.used} slots are held by nobody"
         if not planned.shares and block:
             wakes = [at for at in (planned.wait_until, self.runner.idle()) if at is not None]
             self._inbox.wait(min(wakes, default=None))
@@ -126,12 +122,16 @@ class Engine:
                 self.timings.wait += time.monotonic() - now
         return bool(planned.shares)
 
-    def _plan(self) -> PassPlan:
+    def _plan(self, now: float) -> PassPlan:
         verifier = self.settings.verifier
         limits = Limits(
-            verifier.prefill_chunk, self.pace.parts, verifier.row_budget, headroom=MAX_ROWS
+            verifier.prefill_chunk,
+            self.pace.parts,
+            verifier.row_budget,
+            self.budget.step_seconds,
+            headroom=MAX_ROWS,
         )
-        planned = plan_pass(self.sessions.values(), self.slots, limits)
+        planned = plan_pass(self.sessions.values(), self.slots, limits, now)
         for session in planned.preempted:
             drafting.pause(session)
         self.metrics.preemptions.inc(len(planned.preempted))
@@ -141,10 +141,10 @@ class Engine:
     def _drop_late_drafts(self, now: float, guarded: bool) -> None:
         """Ends the waiting for trees whose time is over, and for all while the guard is closed."""
         for session in self.sessions.values():
-            until = session.draft.awaited_until
+            awaited = session.draft.awaited
             if guarded:
                 session.draft.forget_tree()
-            elif until is not None and until <= now:
+            elif awaited is not None and awaited.until <= now:
                 drafting.miss(session, now, self.budget)
 
     # ---- gateways ----------------------------------------------------------
@@ -233,7 +233,7 @@ class Engine:
             drafting.receive_tree(session, message, vocab_size, time.monotonic(), self.budget)
         except MalformedDraft as error:
             session.stats.malformed_drafts += 1
-            session.draft.awaited_until = None
+            session.draft.awaited = None
             self.metrics.malformed_drafts.inc()
             refused = verifier_pb2.Refused(
                 session_id=message.session_id,
@@ -283,9 +283,9 @@ class Engine:
         self.metrics.granted_nodes.inc(grant.nodes)
         now = time.monotonic()
         if drafting.tell_committed(session, grant, accepted, now, self._features):
-            steps = _LEAST_STEPS if self.budget.adaptive else _LEAST_STEPS_FIXED
-            seconds = session.draft.patience.seconds(self.budget.step_seconds(decoding), steps)
-            session.draft.awaited_until = now + seconds if seconds else None
+            draft = session.draft
+            draft.awaited = draft.patience.awaits(grant, now, self.budget)
+            draft.gain = draft.patience.gain(grant.nodes, self.budget)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free, or owned by exactly one session or node

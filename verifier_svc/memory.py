@@ -1,5 +1,5 @@
-"""Whether the pool of token slots fits into the memory that is left, before it is taken: a CPU's is
-taken as it is written, long after the start, and a GPU's fails with a message about something else.
+"""How many token slots fit into the memory that is left, before they are taken: a CPU's is taken as
+it is written, long after the start, and a GPU's fails with a message about something else.
 """
 
 from pathlib import Path
@@ -9,7 +9,11 @@ import torch
 
 from coppice.errors import StartError
 from coppice.models.config import DecoderConfig
+from coppice.settings import MIN_SLOTS, VerifierSettings
 
+# Unless the settings say otherwise. A CPU's memory is not ours alone, and in time what the prefix
+# tree keeps fills any pool.
+_MOST, _OF_CPU = 0.9, 0.25
 _GROUP = Path("/sys/fs/cgroup")  # version 2
 
 
@@ -19,15 +23,32 @@ def slot_bytes(own: DecoderConfig, features: int, dtype: torch.dtype) -> int:
     return (2 * own.layers * own.kv_heads * own.head_dim + features) * dtype.itemsize
 
 
-def check_pool(slots: int, each: int, free: int, fraction: float) -> None:
-    """Raises StartError when `slots` of `each` bytes are more than that of the `free` ones."""
-    most = int(fraction * free) // each
-    if slots > most:
+def pool_slots(verifier: VerifierSettings, each: int, free: int, fraction: float) -> int:
+    """How many slots of `each` bytes the pool has: as many as the settings say, or as that fraction
+    of the `free` bytes holds. Raises StartError when they do not fit, or are too few."""
+    most, wanted = int(fraction * free) // each, verifier.kv_slots
+    share = (
+        f"{free / 1e9:.2f} GB that are free beside the target verifier.memory_fraction = "
+        f"{fraction:g} is theirs"
+    )
+    if wanted is None and most < MIN_SLOTS:
         raise StartError(
-            f"verifier.kv_slots = {slots} take {slots * each / 1e9:.2f} GB, and of the "
-            f"{free / 1e9:.2f} GB that are free beside the target verifier.memory_fraction = "
-            f"{fraction:g} is theirs: set it to {most} at most"
+            f"the KV pool has room for {most} tokens, and {MIN_SLOTS} is the least: of the {share}"
         )
+    if wanted is not None and wanted > most:
+        raise StartError(
+            f"verifier.kv_slots = {wanted} take {wanted * each / 1e9:.2f} GB, and of the {share}: "
+            f"set it to {most} at most"
+        )
+    return most if wanted is None else wanted
+
+
+def fraction_of(verifier: VerifierSettings, device: torch.device) -> float:
+    """The share of the memory free on `device` that one verifier's pool may take."""
+    if device.type != "cpu" or verifier.kv_slots is not None:
+        return verifier.memory_fraction or _MOST
+    # What others will take of the same memory is not taken yet, and they may be on this host.
+    return (verifier.memory_fraction or _OF_CPU) / verifier.count
 
 
 def free_bytes(device: torch.device) -> int:

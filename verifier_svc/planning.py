@@ -20,7 +20,9 @@ class PassPlan:
     matched: int  # tokens whose prefill was spared
 
 
-def plan_pass(sessions: Collection[Session], slots: SlotPool, limits: Limits) -> PassPlan:
+def plan_pass(
+    sessions: Collection[Session], slots: SlotPool, limits: Limits, now: float
+) -> PassPlan:
     """Plans for sessions in order of arrival; the slots for the planned shares are available."""
     running = [session for session in sessions if not session.waiting]
     waiting = [session for session in sessions if session.waiting and not session.paused]
@@ -31,7 +33,8 @@ def plan_pass(sessions: Collection[Session], slots: SlotPool, limits: Limits) ->
     running = [session for session in sessions if not session.waiting]
     preempted: list[Session] = []
     while True:
-        planned = scheduler.plan([_view(session) for session in running], slots.available, limits)
+        views = [_view(session) for session in running]
+        planned = scheduler.plan(views, slots.available, limits, now)
         if planned.preempted is None:
             break
         youngest = running.pop()
@@ -61,6 +64,7 @@ def _view(session: Session) -> SessionView:
         session.session_id,
         session.pending,
         len(tree) if tree is not None else 0,
-        session.draft.awaited_until,
+        session.draft.awaited,
+        session.draft.gain,
         len(session.slots),
     )

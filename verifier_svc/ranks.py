@@ -10,17 +10,25 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coppice.errors import StartError
+
 # A rank that dies breaks its connections, which the others notice at once. This is for one that
-# hangs: it must outlast the longest that a rank computes between two exchanges.
+# hangs, or whose host is cut off: it must outlast the longest that a rank computes between two
+# exchanges.
 WAIT_SECONDS = 20.0
-LOOPBACK = "127.0.0.1"  # all ranks are on one host
+JOIN_SECONDS = 120.0  # ranks may load at different speeds
+LOOPBACK = "127.0.0.1"  # where all ranks are on one host
 WORDS = 2048  # of a first message, which says how many are to follow
 
-_JOIN = timedelta(minutes=10)  # ranks may load at different speeds
+Address = tuple[str, int]  # host and port
+
+# NCCL takes a bare name for a prefix.
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 class Ranks:
@@ -28,38 +36,51 @@ class Ranks:
     does not take part for `wait_seconds`; then the group is of no use any more."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, wait_seconds: float = WAIT_SECONDS
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        wait_seconds: float = WAIT_SECONDS,
+        host: str = LOOPBACK,
     ) -> None:
+        """`host` is the address of this rank's host by which the others reach it. Raises StartError
+        where that is none of the host's."""
+        use_interface_of(host)
         self.rank = rank
         self.size = size
         self.device = device
+        self.host = host
         self._wait = timedelta(seconds=wait_seconds)
         self._store: dist.TCPStore | None = None
 
-    def open(self) -> int:
-        """The first rank alone: the port where the others find it."""
+    def open(self) -> Address:
+        """The first rank alone: where the others find it."""
         # A socket of our own, since the store's would listen on every address of the host.
-        listening = socket.create_server((LOOPBACK, 0))
+        listening = socket.create_server((self.host, 0))
         port = int(listening.getsockname()[1])
         self._store = dist.TCPStore(
-            LOOPBACK,
+            self.host,
             port,
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
-        return port
+        return self.host, port
 
-    def join(self, port: int) -> None:
-        """Returns when all ranks have joined, for which each must have loaded its shard."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = self._store or dist.TCPStore(LOOPBACK, port, is_master=False, timeout=_JOIN)
+    def join(self, first: Address) -> None:
+        """Returns when all ranks have joined, for which each must have loaded its shard. To a first
+        rank whose host is cut off meanwhile torch listens for ever: after JOIN_SECONDS the caller
+        has to end the process."""
+        host, port = first
+        wait = timedelta(seconds=JOIN_SECONDS)
+        store = self._store or dist.TCPStore(host, port, is_master=False, timeout=wait)
         store.set(str(self.rank), "")
-        store.wait([str(rank) for rank in range(self.size)], _JOIN)
+        store.wait([str(rank) for rank in range(self.size)], wait)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=self._wait
         )
+        self.beat()  # NCCL connects at the first exchange
 
     def all_gather(self, part: Tensor) -> Tensor:
         """Every rank's `part`, of the same shape, in the order of ranks: [ranks, *part]."""
@@ -101,3 +122,22 @@ class Ranks:
     def beat(self) -> None:
         """An exchange between devices that all ranks must answer."""
         self.all_gather(torch.zeros(1, device=self.device)).tolist()
+
+
+def use_interface_of(address: str) -> None:
+    """Has gloo and NCCL exchange through the network interface of this host that has `address`, but
+    for what the user's environment says. Raises StartError where none has it."""
+    for variable, exact in _INTERFACES.items():
+        if variable not in os.environ:
+            os.environ[variable] = exact + interface_of(address)
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has `address`. Raises StartError where none has it."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            return name
+    raise StartError(
+        f"no network interface of this host has the address {address} by which Ray knows it: start "
+        f"Ray with --node-ip-address, or set {' and '.join(_INTERFACES)} here"
+    )

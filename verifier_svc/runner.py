@@ -31,6 +31,7 @@ class Runner:
         """`feature_layers`: whose inputs are kept as features; none: what follows the final
         norm."""
         self.model = model
+        self.slots = slots
         self.cache = model.new_cache(slots)
         self.feature_layers = feature_layers
         width = model.config.hidden_size * max(1, len(feature_layers))

@@ -5,10 +5,30 @@ available slots, so nobody starves, and who runs has come before all who wait. P
 order of arrival, in chunks that leave those who decode their pace. When slots run out drafts are
 dropped first, then the youngest session is preempted (its tokens stay, its slots are recomputed
 later). Available slots are those that are free and those that the prefix tree can give back.
+
+*Trees that have not come.* A pass may begin when none of the awaited trees, the first, the first
+two ... or all have come, and takes the sessions of the others with their roots alone. With
+tokens(k) expected of a pass that waits for k trees, and seconds(k) from asking for them to its end,
+the best rate that can be had is r = max tokens(k) / seconds(k): so many tokens of all sessions a
+second of waiting costs. Of what can still be done that k is best whose tokens(k) - r * (seconds
+until its end) is largest; at the moment of asking it is the k of r. A tree that is overdue is
+expected to take as much longer again, so that waiting for it ends when it has cost what the tree
+may bring; each tree's own limit holds besides, and holds alone while nobody is held up.
+
+Nobody is left out for a pass of their own. For what one group of S sessions does in
+draft(S) + step(S), two groups in alternation, one drafting while the other is verified, need
+max(2 * step(S / 2), 2 * draft(S / 2)): the verifier reads its weights twice, and so does the
+drafter. That is longer unless rows are what both spend their time on, and longer in any case where
+both share cores (docs/performance.md, "Load, simulated").
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from verifier_svc.awaiting import Awaited
+
+# Trees that are expected within this part of a pass of each other come together.
+_TOGETHER = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +38,8 @@ class SessionView:
     session_id: str
     pending: int  # tokens without KV, at least 1 (the root)
     nodes: int = 0  # of the tree that has arrived
-    awaited_until: float | None = None  # a tree is still expected, until then
+    awaited: Awaited | None = None  # the tree that has not come
+    gain: float = 0.0  # tokens expected of the tree that has arrived or is awaited
     context: int = 0  # tokens with KV
 
 
@@ -28,6 +49,7 @@ class Limits:
     # The same, while others decode with so many rows: for each of the prompts that get any.
     prefill_beside: Callable[[int, Sequence[SessionView]], Sequence[int]]
     row_budget: int  # tree rows of one pass
+    step_seconds: Callable[[int], float]  # of a pass with so many rows
     headroom: int  # slots that an admission leaves for the first steps
 
 
@@ -57,20 +79,29 @@ def admits(price: int, available: int, running: Sequence[int], limits: Limits) -
     return not running or price + limits.headroom <= available - sum(running)
 
 
-def plan(views: Sequence[SessionView], available: int, limits: Limits) -> Plan:
-    """The next pass for running sessions in order of arrival."""
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A pass that waits for some of the awaited trees."""
+
+    tokens: float  # expected of it
+    seconds: float  # that it takes
+    begins: float  # after the trees were asked for, if they come when they should
+    left: float  # from now until it begins, as far as one knows
+
+
+def plan(views: Sequence[SessionView], available: int, limits: Limits, now: float) -> Plan:
+    """The next pass for running sessions in order of arrival; `now` is of the clock of what they
+    await."""
     prefilling = [view for view in views if view.pending > 1]
     decoding = [view for view in views if view.pending == 1]
     beside = _decode_shares(decoding, limits)
-    until = [view.awaited_until for view in decoding if view.awaited_until is not None]
-    if until:
-        # Whoever decodes plainly, or reads its prompt, does not wait for the drafts of others,
-        # unless they are more: a pass costs those who miss it as much as those who are in it. Trees
-        # that are there wait, until the first time that is over.
-        ready = [view for view in decoding if view.awaited_until is None]
-        if not prefilling and (len(ready) < len(until) or all(view.nodes for view in ready)):
-            return Plan(wait_until=min(until))
-        decoding = ready
+    if prefilling:
+        # Whoever reads its prompt waits for nobody, and its next part takes those who are late.
+        decoding = [view for view in decoding if view.awaited is None]
+    else:
+        until = _waits_until(decoding, limits, now)
+        if until is not None:
+            return Plan(wait_until=until)
     shares = _decode_shares(decoding, limits)
     if beside:
         rows = sum(share.rows + share.nodes for share in beside)
@@ -79,6 +110,52 @@ def plan(views: Sequence[SessionView], available: int, limits: Limits) -> Plan:
     else:
         shares += _prefill_shares(prefilling, limits.prefill_chunk)
     return _fit(views, shares, available)
+
+
+def _waits_until(decoding: Sequence[SessionView], limits: Limits, now: float) -> float | None:
+    """When to look again, where waiting for trees is better than a pass without them."""
+    awaited = [view.awaited for view in decoding if view.awaited is not None]
+    if not awaited:
+        return None
+    until = min(each.until for each in awaited)
+    if len(awaited) == len(decoding):
+        return until
+    choices = _choices(decoding, limits, now)
+    rate = max(each.tokens / max(each.begins + each.seconds, 1e-9) for each in choices)
+    best = max(choices, key=lambda each: each.tokens - rate * (each.left + each.seconds))
+    at_once = choices[0]
+    # No choice is worth a longer delay.
+    delay = max(
+        (each.tokens - at_once.tokens) / rate + at_once.seconds - each.seconds for each in choices
+    )
+    given_up = [each.expected + delay for each in awaited if each.expected + delay > now]
+    return None if best is at_once or not given_up else min(until, *given_up)
+
+
+def _choices(decoding: Sequence[SessionView], limits: Limits, now: float) -> list[_Choice]:
+    """The pass that begins at once, the one that waits for the first tree, for two, ..."""
+    late: list[tuple[Awaited, float]] = []
+    tokens, rows = float(len(decoding)), len(decoding)
+    for view in decoding:
+        if view.awaited is not None:
+            late.append((view.awaited, view.gain))
+        elif view.nodes:
+            tokens += view.gain
+            rows += view.nodes
+    late.sort(key=lambda each: each[0].expected)
+    asked = max(each.asked for each, _ in late)
+    begins, left = 0.0, 0.0
+    seconds = limits.step_seconds(rows)
+    together = _TOGETHER * seconds
+    choices = [_Choice(tokens, seconds, now - asked, left)]
+    for place, (each, gain) in enumerate(late, start=1):
+        tokens += gain
+        rows += each.nodes
+        begins = max(begins, each.expected - asked)
+        left = max(left, abs(each.expected - now))
+        if place == len(late) or late[place][0].expected - each.expected > together:
+            choices.append(_Choice(tokens, limits.step_seconds(rows), begins, left))
+    return choices
 
 
 def _decode_shares(decoding: Sequence[SessionView], limits: Limits) -> list[Share]:

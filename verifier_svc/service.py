@@ -23,9 +23,9 @@ from kernels import ops
 from protos import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_svc.engine import Engine
 from verifier_svc.engine_calls import on_engine
-from verifier_svc.memory import check_pool, free_bytes, slot_bytes
+from verifier_svc.memory import fraction_of, free_bytes, pool_slots, slot_bytes
 from verifier_svc.metrics import VerifierMetrics
-from verifier_svc.ranks import Ranks
+from verifier_svc.ranks import LOOPBACK, Ranks
 from verifier_svc.runner import Runner
 from verifier_svc.server import VerifierServicer
 from verifier_svc.target import Target, threads_of
@@ -47,15 +47,17 @@ log = logging.getLogger(__name__)
 class VerifierService:
     """Owns everything that a verifier holds. `start`, then `stop`."""
 
-    def __init__(self, settings: Settings, name: str = "verifier-0") -> None:
-        """Loads the model, or the first rank's part of it. Raises StartError with one line when
-        that fails."""
+    def __init__(
+        self, settings: Settings, name: str = "verifier-0", ranks_host: str = LOOPBACK
+    ) -> None:
+        """Loads the model, or the first rank's part of it, which others find at `ranks_host`.
+        Raises StartError with one line when that fails."""
         verifier = settings.verifier
         ops.set_threads(threads_of(verifier, 0))
         target = Target.of(settings)
         self.ranks: Ranks | None = None  # to be joined before `start`
         if verifier.tensor_parallel > 1:
-            self.ranks = Ranks(0, verifier.tensor_parallel, target.device)
+            self.ranks = Ranks(0, verifier.tensor_parallel, target.device, host=ranks_host)
         runner = _runner(target, settings, self.ranks)
         model = runner.model
         self.metrics = VerifierMetrics(name)
@@ -66,14 +68,14 @@ class VerifierService:
             vocab_size=model.config.vocab_size,
             hidden_size=model.config.hidden_size,
             # A session alone in the pool always fits: its tokens and the rows of one tree.
-            max_context=min(model.config.max_context, verifier.kv_slots - MAX_ROWS),
+            max_context=min(model.config.max_context, runner.slots - MAX_ROWS),
             dtype=dtype_name(target.dtype),
             eos_token_ids=model.config.eos_token_ids,
             numerics_fingerprint=fingerprint(
                 target.dtype, target.device, target.quantize, verifier.tensor_parallel
             ),
             max_rows=MAX_ROWS,
-            kv_slots=verifier.kv_slots,
+            kv_slots=runner.slots,
             version=__version__,
         )
         tokenizer = Tokenizer.load(target.path)
@@ -142,21 +144,21 @@ def _runner(target: Target, settings: Settings, ranks: Ranks | None) -> Runner:
     if ranks is None:
         model = target.load()
         layers = _feature_layers(settings.speculation, model.config)
-        _check_memory(model, layers, settings.verifier)
-        return Runner(model, settings.verifier.kv_slots, layers)
+        return Runner(model, _slots(model, layers, settings.verifier), layers)
     shard = target.load_shard(ranks)
     layers = _feature_layers(settings.speculation, shard.config)
-    _check_memory(shard, layers, settings.verifier)
-    return LeadingRunner(shard, settings.verifier.kv_slots, layers)
+    return LeadingRunner(shard, _slots(shard, layers, settings.verifier), layers)
 
 
-def _check_memory(model: Decoder, layers: tuple[int, ...], verifier: VerifierSettings) -> None:
-    """Raises StartError when the pool does not fit beside the target."""
-    # On a CPU the ranks share one memory; each GPU has its own, for its rank's part.
-    own = model.config if model.device.type == "cpu" else model.own
+def _slots(model: Decoder, layers: tuple[int, ...], verifier: VerifierSettings) -> int:
+    """Of the pool. Raises StartError when it does not fit beside the target."""
+    # On a CPU the ranks of a host share its memory; each GPU has its own, for its rank's part.
+    shared = model.device.type == "cpu" and verifier.placement != "strict_spread"
+    own = model.config if shared else model.own
     features = model.config.hidden_size * max(1, len(layers))
     each = slot_bytes(own, features, model.dtype)
-    check_pool(verifier.kv_slots, each, free_bytes(model.device), verifier.memory_fraction)
+    fraction = fraction_of(verifier, model.device)
+    return pool_slots(verifier, each, free_bytes(model.device), fraction)
 
 
 def _feature_layers(speculation: SpeculationSettings, target: DecoderConfig) -> tuple[int, ...]:

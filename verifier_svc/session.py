@@ -10,7 +10,7 @@ from coppice.sampler import Sampler
 from coppice.stopping import Finish, Stopper
 from coppice.tree import MAX_ROWS, DraftTree
 from protos import common_pb2, verifier_pb2
-from verifier_svc.awaiting import Asks, Patience
+from verifier_svc.awaiting import Asks, Awaited, Patience
 from verifier_svc.slot_pool import PageTable
 
 
@@ -59,7 +59,8 @@ class DraftState:
     draft_id: int = 0
     drafted: DraftTree | None = None  # the tree with what was left out of it
     exact: bool = False  # the tree came in time, not re-rooted
-    awaited_until: float | None = None
+    awaited: Awaited | None = None  # the tree of the last ask, until it is there
+    gain: float = 0.0  # tokens expected of the tree that is there or awaited
     granted: int = 0  # nodes of a tree at most
     patience: Patience = field(default_factory=Patience)
     asks: Asks = field(default_factory=Asks)
@@ -67,7 +68,7 @@ class DraftState:
     def forget_tree(self) -> None:
         self.tree = self.drafted = None
         self.draft_id = 0
-        self.awaited_until = None
+        self.awaited = None
 
 
 @dataclass(slots=True)

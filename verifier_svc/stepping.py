@@ -15,6 +15,7 @@ from coppice.stopping import Finish
 from coppice.tree import DraftTree
 from kernels import ops
 from protos import common_pb2
+from verifier_svc import drafting
 from verifier_svc.runner import Rows
 from verifier_svc.scheduler import Share
 from verifier_svc.session import Logprobs, Session, StepEvent
@@ -43,6 +44,9 @@ class Work:
 
 def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     """Runs the planned shares, whose slots fit, and commits what comes of them."""
+    now = time.monotonic()
+    for share in shares:
+        drafting.give_up(engine.sessions[share.session_id], now, engine.budget)
     works = [_take(engine, share) for share in shares]
     parts = [(len(work.slots), len(work.session.slots)) for work in works if work.prefill]
     started = time.monotonic()
@@ -169,13 +173,13 @@ def _report(
     if mode != common_pb2.DECODING_MODE_PREFILL:
         session.count_step(tree, walked.accepted, engine.guard.closed)
     engine.metrics.observe_step(tree, walked)
-    if len(work.drafted):
-        session.draft.patience.verified(walked.accepted)
-        if session.draft.exact:
-            # What was drafted in vain was drafted, too.
-            path = work.drafted.path(walked.tokens[: walked.accepted])
-            engine.budget.observe_walk(work.drafted, path or (), len(tree))
-            engine.budget.calibration.observe(work.drafted, walked.tokens)
+    if len(work.drafted) and session.draft.exact:
+        gain = engine.budget.gain(len(work.drafted))
+        session.draft.patience.verified(walked.accepted, gain)
+        # What was drafted in vain was drafted, too.
+        path = work.drafted.path(walked.tokens[: walked.accepted])
+        engine.budget.observe_walk(work.drafted, path or (), len(tree))
+        engine.budget.calibration.observe(work.drafted, walked.tokens)
     # The session goes on counting while another thread reads this.
     stats = common_pb2.SpeculationStats()
     stats.CopyFrom(session.stats)

@@ -1,6 +1,7 @@
 """The target as the settings name it, found on this machine, and loaded whole or in parts."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +49,12 @@ class Target:
         return load_shard(self.path, self.dtype, ranks, self.max_context, self.quantize)
 
 
-def threads_of(verifier: VerifierSettings, rank: int) -> int | None:
-    """The CPU threads of a rank: all of them are shared out. None: as many as there are cores."""
+def threads_of(verifier: VerifierSettings, rank: int, nodes: Sequence[str] = ()) -> int | None:
+    """The CPU threads of a rank: those of a host are shared out to the ranks on it. None: as many
+    as there are cores. `nodes` are the hosts of all ranks; while nobody knows them, one for all."""
     if verifier.tensor_parallel == 1:
         return verifier.threads
+    nodes = nodes or [""] * verifier.tensor_parallel
     every = verifier.threads or len(os.sched_getaffinity(0))
-    each, more = divmod(every, verifier.tensor_parallel)
-    return max(1, each + (rank < more))
+    each, more = divmod(every, nodes.count(nodes[rank]))
+    return max(1, each + (nodes[:rank].count(nodes[rank]) < more))

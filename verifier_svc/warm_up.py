@@ -12,15 +12,14 @@ _CONTEXT, _PART = 2048, 16
 
 def warm_up(engine: Engine) -> None:
     """Takes the slots that it likes: no session may have any."""
-    verifier = engine.settings.verifier
-    rows = 1
-    while rows <= min(max(MAX_ROWS, verifier.row_budget), verifier.kv_slots):
+    rows, slots = 1, engine.runner.slots
+    while rows <= min(max(MAX_ROWS, engine.settings.verifier.row_budget), slots):
         starts = range(0, rows, MAX_ROWS)
         seconds = _seconds(engine, [_chain(at, min(MAX_ROWS, rows - at)) for at in starts])
         engine.budget.observe_step(rows, seconds)
         engine.pace.measure_rows(rows, seconds)
         rows *= 2
-    longest = min(engine.runner.model.config.max_context, verifier.kv_slots)
+    longest = min(engine.runner.model.config.max_context, slots)
     context = min(_CONTEXT, longest - _PART)
     one, many = (_seconds(engine, [_part(context, tokens)]) for tokens in (1, _PART))
     engine.pace.measure_context(context, one, many, _PART)

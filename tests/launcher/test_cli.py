@@ -58,6 +58,7 @@ def test_every_flag_fills_its_setting() -> None:
         "ray.namespace": "n",
         "verifier.kv_slots": "128",
         "verifier.memory_fraction": "0.5",
+        "verifier.placement": "spread",
         "verifier.prefix_cache": "False",
         "drafter.kv_slots": "64",
         "cache_dir": "/cache",

@@ -152,6 +152,17 @@ def test_no_redis_is_one_line() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_ranks_for_which_hosts_are_lacking_are_refused_in_one_line() -> None:
+    spread = ("--tensor-parallel", "2", "--verifier-placement", "strict_spread")
+    result = run("up", *FREE_PORTS, *spread)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        "error: verifier.tensor_parallel = 2 with verifier.placement = strict_spread needs as many "
+        "hosts, and Ray knows of 1; lower it, or choose another placement"
+    )
+    assert "Traceback" not in result.stderr
+
+
 def test_the_demo_compares_speculative_with_plain_decoding() -> None:
     with coppice("demo") as service:
         last = service.line("stdout", "^speculative: ")

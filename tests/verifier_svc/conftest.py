@@ -156,7 +156,7 @@ class Link:
 
 def make_bench(feature_layers: tuple[int, ...] = (), **groups: dict[str, object]) -> Bench:
     settings = Settings.model_validate({"speculation": {"budget": "fixed"}, **groups})
-    runner = Runner(tiny_decoder(), settings.verifier.kv_slots, feature_layers)
+    runner = Runner(tiny_decoder(), settings.verifier.kv_slots or 16384, feature_layers)
     return Bench(Engine(runner, settings, VerifierMetrics("test")))
 
 

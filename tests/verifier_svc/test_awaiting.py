@@ -4,15 +4,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_svc.awaiting import Asks, Patience
-from verifier_svc.budget import Grant
+from coppice.tree import DraftTree
+from verifier_svc.awaiting import Asks, Awaited, Patience
+from verifier_svc.budget import Budget, Grant
+
+CHAIN = DraftTree((1, 2, 3), (0, 1, 2), (-0.1, -0.2, -0.3))
+
+
+def budget_where_a_step_takes(seconds: float, accepted: int = 2, adaptive: bool = True) -> Budget:
+    """Of each tree of 3 nodes so many are accepted, always."""
+    budget = Budget(3, 128, adaptive)
+    budget.observe_step(1, seconds)
+    for _ in range(2000):
+        budget.observe_walk(CHAIN, range(1, accepted + 1))
+    return budget
+
+
+def seconds(patience: Patience, budget: Budget) -> float:
+    awaited = patience.awaits(Grant(3, 1), 0.0, budget)
+    return awaited.until if awaited is not None else 0.0
 
 
 def test_a_drafter_that_has_just_joined_is_not_awaited_until_its_first_tree() -> None:
-    patience = Patience()
-    assert patience.seconds(1.0, 0.25) == 0.0
+    patience, budget = Patience(), budget_where_a_step_takes(1.0)
+    assert patience.awaits(Grant(3, 1), 5.0, budget) is None
     patience.came(in_time=False)
-    assert patience.seconds(1.0, 0.25) == 1.0
+    budget.observe_draft(Grant(3, 1), 0.75)
+    awaited = patience.awaits(Grant(3, 1), 5.0, budget)
+    assert awaited == Awaited(5.0, 5.75, pytest.approx(7.0), 3)
+
+
+def test_nobody_is_awaited_before_anything_was_measured() -> None:
+    patience = Patience()
+    patience.came(in_time=True)
+    assert patience.awaits(Grant(3, 1), 5.0, Budget(3, 128)) is None
 
 
 def test_three_misses_bench_and_every_failed_comeback_takes_twice_as_many_trees() -> None:
@@ -34,22 +59,31 @@ def test_three_misses_bench_and_every_failed_comeback_takes_twice_as_many_trees(
     assert not patience.benched
 
 
-def test_the_wait_follows_what_trees_bring() -> None:
+def test_the_wait_follows_what_trees_of_a_size_bring_and_how_this_sessions_compare() -> None:
     patience = Patience()
     patience.came(in_time=True)
+    assert seconds(patience, budget_where_a_step_takes(0.01, accepted=2)) == pytest.approx(0.02)
+    assert seconds(patience, budget_where_a_step_takes(0.01, accepted=1)) == pytest.approx(0.01)
     for _ in range(100):
-        patience.verified(3)
-    assert patience.seconds(0.01, 0.25) == pytest.approx(0.03, rel=0.01)
+        patience.verified(3, gain=2.0)
+    assert seconds(patience, budget_where_a_step_takes(0.01, accepted=2)) == pytest.approx(
+        0.03, rel=0.01
+    )
     for _ in range(100):
-        patience.verified(0)
-    assert patience.seconds(0.01, 0.25) == pytest.approx(0.0025)
+        patience.verified(0, gain=2.0)
+    assert seconds(patience, budget_where_a_step_takes(0.01)) == pytest.approx(0.0025)
+    fixed = budget_where_a_step_takes(0.01, adaptive=False)
+    assert seconds(patience, fixed) == pytest.approx(0.04)
+
+
+BUDGET = budget_where_a_step_takes(1.0)
 
 
 @given(st.lists(st.sampled_from(["late", "never"]), max_size=400))
 def test_a_drafter_that_is_never_in_time_costs_ever_fewer_waits(history: list[str]) -> None:
     patience, waits = Patience(), 0
     for event in history:
-        if patience.seconds(1.0, 0.25):
+        if seconds(patience, BUDGET):
             waits += 1
             patience.missed()
         if event == "late":

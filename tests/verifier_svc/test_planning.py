@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coppice.request import SamplingParams, StoppingParams
 from coppice.stopping import Stopper
 from coppice.tree import DraftTree
+from verifier_svc.awaiting import Awaited
 from verifier_svc.planning import PassPlan, plan_pass
 from verifier_svc.scheduler import Limits, SessionView, Share
 from verifier_svc.session import Session, new_session
@@ -80,7 +81,7 @@ class House:
         self.resumed.add(name)
 
     def step(self) -> PassPlan:
-        planned = plan_pass(self.sessions.values(), self.slots, self.limits)
+        planned = plan_pass(self.sessions.values(), self.slots, self.limits, now=0.5)
         self.preemptions += len(planned.preempted)
         self.matched += planned.matched
         self.check(planned)
@@ -89,7 +90,7 @@ class House:
             self.write(self.sessions[share.session_id], share, taken)
         if not planned.shares:
             for session in self.sessions.values():
-                session.draft.awaited_until = None
+                session.draft.awaited = None
         self.slots.check_integrity([session.table for session in self.sessions.values()])
         return planned
 
@@ -106,8 +107,9 @@ class House:
             believed = digests(session.tokens)[: len(session.slots)]
             assert [self.written[slot] for slot in session.slots] == believed
         if running and not planned.shares:
-            awaited = [session.draft.awaited_until for session in running]
-            assert planned.wait_until == min(until for until in awaited if until is not None)
+            awaited = [session.draft.awaited for session in running]
+            assert planned.wait_until is not None
+            assert planned.wait_until <= min(each.until for each in awaited if each is not None)
 
     def take(self, share: Share) -> list[int]:
         taken = self.slots.allocate(share.rows + share.nodes)
@@ -146,7 +148,9 @@ class House:
             nodes = self.rng.randint(1, 6)
             session.draft.tree = DraftTree(tuple(range(nodes)), (0,) * nodes, (0.0,) * nodes)
         elif self.rng.random() < 0.3:
-            session.draft.awaited_until = self.rng.random()
+            until = self.rng.uniform(0.5, 1.0)
+            session.draft.awaited = Awaited(0.0, self.rng.uniform(0.0, until), until, 4)
+            session.draft.gain = self.rng.random()
 
     def run(self, passes: int) -> None:
         while self.sessions and passes:
@@ -160,15 +164,19 @@ def at_most(tokens: int) -> Callable[[int, Sequence[SessionView]], list[int]]:
     return lambda rows, prompts: [min(tokens, prompt.pending) for prompt in prompts[:1]]
 
 
-LIMITS = Limits(prefill_chunk=16, prefill_beside=at_most(5), row_budget=24, headroom=6)
+def limits(chunk: int = 16, beside: int = 5, row_budget: int = 24, headroom: int = 6) -> Limits:
+    return Limits(chunk, at_most(beside), row_budget, lambda rows: 0.01 * rows, headroom)
+
+
+LIMITS = limits()
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), caching=st.booleans())
 def test_any_traffic_is_served_to_its_end_with_the_right_tokens(seed: int, caching: bool) -> None:
     rng = random.Random(seed)
-    limits = Limits(rng.choice([1, 4, 16]), at_most(rng.choice([1, 5])), rng.choice([4, 24]), 6)
-    house = House(rng.randint(50, 120), limits, caching, rng)
+    chosen = limits(rng.choice([1, 4, 16]), rng.choice([1, 5]), rng.choice([4, 24]))
+    house = House(rng.randint(50, 120), chosen, caching, rng)
     systems = [[rng.randrange(3) for _ in range(rng.randint(0, 20))] for _ in range(3)]
     asked: dict[str, tuple[list[int], int]] = {}
     for _ in range(60):
@@ -232,7 +240,7 @@ def test_whoever_streams_gets_a_token_in_each_pass_that_a_long_prompt_has_a_part
 
 
 def test_prompts_that_begin_alike_are_read_once_even_when_they_come_together() -> None:
-    house = House(400, Limits(16, at_most(16), 24, 6))
+    house = House(400, limits(beside=16))
     system = [2] * 64
     for index in range(10):
         house.arrive([*system, index % 3, index // 3], 1)
@@ -286,7 +294,7 @@ def test_sessions_that_outgrow_the_pool_do_not_push_each_other_out_again_and_aga
 
 
 def test_a_preempted_session_finds_again_what_nobody_needed() -> None:
-    house = House(64, Limits(64, at_most(64), 24, 1))
+    house = House(64, limits(64, 64, headroom=1))
     old, young = house.arrive([0] * 20, 30), house.arrive([1] * 20, 14)
     while not house.preemptions:
         house.step()

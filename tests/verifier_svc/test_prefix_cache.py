@@ -211,7 +211,7 @@ def test_a_preempted_sessions_drafter_is_told_and_not_blamed(new_bench, new_link
     young = bench.engine.sessions["young"]
     bench.engine.step(block=False)
     while not young.waiting:
-        young.draft.awaited_until = None  # nobody waits for a tree, and all but the first are late
+        young.draft.awaited = None  # nobody waits for a tree, and all but the first are late
         bench.engine.step(block=False)
     length = len(young.tokens)
     assert len(link.sent("paused")) == 1

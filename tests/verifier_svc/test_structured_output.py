@@ -210,7 +210,7 @@ def test_a_draft_that_is_forbidden_as_a_whole_is_a_plain_step_that_its_drafter_a
     stats = bench.events["a"][-1].stats
     assert (stats.drafted_nodes, stats.speculative_steps, stats.missed_drafts) == (0, 0, 0)
     assert stats.plain_steps == len(answer) - 1
-    assert session.draft.patience.extra_tokens < 0.5
+    assert session.draft.patience.worth < 0.5
     assert bench.engine.budget._gain[1] < 0.5
 
 

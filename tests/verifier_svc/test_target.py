@@ -21,6 +21,17 @@ def test_without_a_setting_they_share_out_the_cores() -> None:
     assert threads_of(VerifierSettings(), 0) is None
 
 
+@pytest.mark.parametrize(
+    ("nodes", "shares"),
+    [("ab", [8, 8]), ("aab", [4, 4, 8]), ("aba", [4, 8, 4]), ("bbab", [3, 3, 8, 2])],
+)
+def test_ranks_share_the_threads_with_those_on_their_host_alone(
+    nodes: str, shares: list[int]
+) -> None:
+    verifier = VerifierSettings(tensor_parallel=len(nodes), threads=8)
+    assert [threads_of(verifier, rank, nodes) for rank in range(len(nodes))] == shares
+
+
 def test_one_gpu_is_not_enough_for_ranks() -> None:
     settings = Settings.model_validate(
         {"model": {"device": "cuda:1"}, "verifier": {"tensor_parallel": 2}}
