@@ -66,9 +66,15 @@ class Measured:
 
     plain_tok_s: Samples = field(default_factory=Samples)
     speculative_tok_s: Samples = field(default_factory=Samples)
+    speedup: Samples = field(default_factory=Samples)  # of each prompt: the two ran side by side
     acceptance_length: Samples = field(default_factory=Samples)
     differing_tokens: int = 0
     step_ms: dict[str, float] = field(default_factory=dict[str, float])
+
+    def add(self, name: str, tokens: int, plain_seconds: float, seconds: float) -> None:
+        self.plain_tok_s.add(name, tokens / plain_seconds)
+        self.speculative_tok_s.add(name, tokens / seconds)
+        self.speedup.add(name, plain_seconds / seconds)
 
 
 @dataclass(slots=True)
@@ -104,8 +110,7 @@ def run_in_process(settings: Settings, prompts: Prompts, tokens: int) -> InProce
         add(passes, fixed.timings, before)
         drafting += link.seconds
         batches += link.batches
-        result.plain_tok_s.add(name, tokens / plain_seconds)
-        result.speculative_tok_s.add(name, tokens / auto_seconds)
+        result.add(name, tokens, plain_seconds, auto_seconds)
         result.fixed_budget_tok_s.add(name, tokens / drafted_seconds)
         result.acceptance_length.add(name, acceptance_length(drafted.stats))
         result.differing_tokens += differing(plain.tokens, auto.tokens)
@@ -205,8 +210,7 @@ def drive(
             stats = drafted[-1].speculation
             seconds += drafted_seconds
             steps_run += len(drafted)
-            result.plain_tok_s.add(name, tokens / plain_seconds)
-            result.speculative_tok_s.add(name, tokens / drafted_seconds)
+            result.add(name, tokens, plain_seconds, drafted_seconds)
             result.acceptance_length.add(name, acceptance_length(stats))
             result.ttft_ms.add(name, 1e3 * ttft)
             result.missed_drafts += stats.missed_drafts
@@ -276,9 +280,11 @@ def main(
         "setting": {"prompts": prompts, "tokens": tokens, "dtype": dtype, "budget": budget},
         "plain_tok_s": local.plain_tok_s.medians(),
         "speculative_tok_s": local.speculative_tok_s.medians(),
+        "speedup": local.speedup.medians(),
         "fixed_budget_tok_s": local.fixed_budget_tok_s.medians(),
         "service_plain_tok_s": served.plain_tok_s.medians(),
         "service_speculative_tok_s": served.speculative_tok_s.medians(),
+        "service_speedup": served.speedup.medians(),
         "acceptance_length": local.acceptance_length.medians(),
         "service_acceptance_length": served.acceptance_length.medians(),
         "ttft_ms": served.ttft_ms.medians(),

@@ -139,7 +139,11 @@ def measure(settings: Settings, options: LoadOptions, console: Console) -> Load:
     sets = list(read_sets(tokenizer, options.prompts, PROMPTS, longest).values())
     request = endless(sets, options.tokens)
     room = max(options.concurrency) * (max(len(p) for s in sets for p in s) + options.tokens)
+    vllm: dict[int, Tally] = {}
     with Progress(console=console, transient=True) as progress:
+        if options.vllm is not None:  # first, since it may not start
+            with doing(progress, "vLLM"):
+                vllm = asyncio.run(_drive_vllm(options.vllm, path, settings, request, options))
         with contextlib.ExitStack() as parts:
             with doing(progress, "starting services"):
                 services: dict[Mode, Served] = {
@@ -149,10 +153,6 @@ def measure(settings: Settings, options: LoadOptions, console: Console) -> Load:
             driven = asyncio.run(_drive(services, request, options, progress))
         with doing(progress, "long prompts"), served(settings) as one:
             latencies = asyncio.run(measure_latencies(one.address, sets))
-        vllm: dict[int, Tally] = {}
-        if options.vllm is not None:
-            with doing(progress, "vLLM"):
-                vllm = asyncio.run(_drive_vllm(options.vllm, path, settings, request, options))
     return Load(options, settings, driven, latencies, vllm)
 
 

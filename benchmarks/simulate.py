@@ -89,7 +89,12 @@ def main(
         speculation=SpeculationSettings(nodes=nodes),
         verifier=VerifierSettings(row_budget=row_budget),
     )
-    slowness = [float(each) for each in drafters.split(",")]
+    try:
+        slowness = [float(each) for each in drafters.split(",")]
+    except ValueError:
+        slowness = []
+    if not slowness or min(slowness) <= 0:
+        raise typer.BadParameter(f"--drafters {drafters}: numbers above 0, as in 1,2")
     given = _given_loads(rate, steps, trace, seed)
     runs: list[Run] = []
     for each in HARDWARE.values() if hardware == "all" else [HARDWARE[hardware]]:

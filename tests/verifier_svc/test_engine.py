@@ -13,6 +13,8 @@ from coppice.models.decoder import Decoder
 from coppice.request import SamplingParams, StoppingParams
 from kernels.batch import AttentionBatch, Segment
 from protos import common_pb2, verifier_pb2
+from verifier_svc import drafting
+from verifier_svc.awaiting import Awaited
 from verifier_svc.budget import Grant
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -424,6 +426,16 @@ def test_one_late_drafter_costs_no_other_session_a_strike_nor_time(new_bench, ne
     stats = bench.events["speculative"][-1].stats
     assert stats.speculative_steps == 2 and stats.plain_steps > 10, "it is not left out"
     assert stats.missed_drafts == 0, "what is not due yet was not missed"
+
+
+def test_what_is_given_up_before_it_is_due_is_not_a_miss(new_bench) -> None:
+    bench = new_bench()
+    session = bench.open("a", PROMPT)
+    awaited = session.draft.awaited = Awaited(asked=0.0, expected=1.0, until=9.0, nodes=3)
+    drafting.give_up(session, 0.5, bench.engine.budget)
+    assert (session.draft.awaited, session.stats.missed_drafts) == (awaited, 0)
+    drafting.give_up(session, 1.5, bench.engine.budget)
+    assert (session.draft.awaited, session.stats.missed_drafts) == (None, 1)
 
 
 def test_a_tree_is_verified_once_and_never_after_its_pass(new_bench, new_link) -> None:
