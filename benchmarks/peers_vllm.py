@@ -109,6 +109,9 @@ def _asks(client: httpx.AsyncClient, model: str) -> Ask:
                 data = line.removeprefix("data: ")
                 if data == line or data == "[DONE]":
                     continue
-                yield Piece(json.loads(data)["choices"][0].get("token_ids") or ())
+                piece = json.loads(data)
+                if "choices" not in piece:  # a request that failed while it was answered
+                    raise StartError(f"vllm: {data}")
+                yield Piece(piece["choices"][0].get("token_ids") or ())
 
     return ask

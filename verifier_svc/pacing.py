@@ -1,8 +1,10 @@
 """How many prompt tokens share a pass with sessions that decode. Pure policy.
 
 Whoever streams should not notice that somebody else's long prompt has arrived: a pass with parts of
-prompts may take `STRETCH` times as long as one without, and parts are as long as that allows. What
-they add is foretold before they are run, from what was measured at start: the pass has more rows,
+prompts may take `STRETCH` times as long as one without, and parts are as long as that allows. Where
+several prompts wait, it may take that many times what a pass would if all but one of them were read
+and decoding, as they are about to: else the few who decode would hold up the many who wait, and
+weights would be read for few rows again and again. What parts add is foretold before they are run, from what was measured at start: the pass has more rows,
 and attention reads the context of each part, a little once and the rest for each of its tokens. By
 how much that is wrong is learned from every such pass.
 """
@@ -55,7 +57,8 @@ class PrefillPace:
         alone = self.alone(rows)
         left = self.most
         one = self._error * self._adds(rows, [(1, prompt.context) for prompt in prompts[:1]])
-        limit = _BEYOND * one if one > alone else (STRETCH - 1) * alone
+        together = self.alone(rows + max(0, len(prompts) - 1))
+        limit = max(_BEYOND * one if one > alone else 0.0, STRETCH * together - alone)
         chosen: list[Part] = []
         for prompt in prompts:
 
