@@ -4,9 +4,10 @@ Whoever streams should not notice that somebody else's long prompt has arrived: 
 prompts may take `STRETCH` times as long as one without, and parts are as long as that allows. Where
 several prompts wait, it may take that many times what a pass would if all but one of them were read
 and decoding, as they are about to: else the few who decode would hold up the many who wait, and
-weights would be read for few rows again and again. What parts add is foretold before they are run, from what was measured at start: the pass has more rows,
-and attention reads the context of each part, a little once and the rest for each of its tokens. By
-how much that is wrong is learned from every such pass.
+weights would be read for few rows again and again. What parts add is foretold before they are run,
+from what was measured at start: the pass has more rows, and attention reads the context of each
+part, a little once and the rest for each of its tokens. By how much that is wrong is learned from
+every such pass.
 """
 
 from bisect import bisect_right

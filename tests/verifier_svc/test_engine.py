@@ -424,7 +424,8 @@ def test_one_late_drafter_costs_no_other_session_a_strike_nor_time(new_bench, ne
     while not bench.events.get("plain") or bench.events["plain"][-1].finish is None:
         assert bench.engine.step(block=False), "plain decoding waits for another session's draft"
     stats = bench.events["speculative"][-1].stats
-    assert stats.speculative_steps == 2 and stats.plain_steps > 10, "it is not left out"
+    # None is asked for while the other's prompt is read.
+    assert stats.speculative_steps == 1 and stats.plain_steps > 10, "it is not left out"
     assert stats.missed_drafts == 0, "what is not due yet was not missed"
 
 
