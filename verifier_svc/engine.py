@@ -277,8 +277,9 @@ class Engine:
         decoding = sum(not other.waiting for other in self.sessions.values())
         grant = Grant(0, decoding)
         # Passes that read prompts wait for no tree, and no row of theirs is cheap.
-        reading = any(s.pending > 1 and not s.waiting for s in self.sessions.values())
-        if not self.guard.closed and not reading:
+        if not self.guard.closed and not any(
+            other.pending > 1 and not other.waiting for other in self.sessions.values()
+        ):
             grant = self.budget.choose(decoding)
         self.metrics.node_budget.set(grant.nodes)
         self.metrics.grants.inc()
