@@ -3,7 +3,7 @@
 Without options a table of concurrency by mode for each hardware: `auto` is the service as it is,
 `on` is a fixed budget without a guard, `off` is plain decoding. With `--poisson`, `--steps` or
 `--trace` the same for that load, and with `--drafters 1,2` for two drafters, of which one takes
-twice as long.
+twice as long. With `--prompt 200` everybody begins with a prompt of about so many tokens.
 """
 
 import json
@@ -56,6 +56,7 @@ def simulate(
     settings: Settings,
     seed: int = 0,
     drafters: Sequence[float] = (1.0,),
+    prompt: int = 1,
 ) -> list[Run]:
     """One run per mode; `drafters` by how many times as long as the hardware's they take."""
     return [
@@ -63,7 +64,7 @@ def simulate(
             hardware.name,
             load.name,
             mode,
-            Simulation(hardware, mode, load.traffic(), settings, seed, drafters).run(),
+            Simulation(hardware, mode, load.traffic(), settings, seed, drafters, prompt).run(),
         )
         for mode in MODES
     ]
@@ -79,6 +80,7 @@ def main(
     ] = None,
     trace: Annotated[Path | None, typer.Option(help='lines of {"at": s, "tokens": n}')] = None,
     drafters: Annotated[str, typer.Option(help="relative times of their drafts: 1,2")] = "1",
+    prompt: Annotated[int, typer.Option(min=1, help="mean tokens of a prompt")] = 1,
     seed: Annotated[int, typer.Option(help="of arrivals, lengths and acceptance")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="also to this file")] = None,
 ) -> None:
@@ -99,7 +101,9 @@ def main(
     runs: list[Run] = []
     for each in HARDWARE.values() if hardware == "all" else [HARDWARE[hardware]]:
         loads = given or [at_concurrency(each, sessions, seed) for sessions in CONCURRENCY]
-        mine = [run for load in loads for run in simulate(each, load, settings, seed, slowness)]
+        mine = [
+            run for load in loads for run in simulate(each, load, settings, seed, slowness, prompt)
+        ]
         Console().print(as_table(each.name, mine))
         runs.extend(mine)
     if json_path is not None:

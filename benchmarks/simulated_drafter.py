@@ -12,6 +12,7 @@ class Session:
     name: str
     left: int  # tokens
     drafter: "Drafter"
+    pending: int = 1  # tokens without KV: more than one while the prompt is read
     length: int = 0  # committed tokens
     nodes: int = 0  # of its tree
     rerooted: int | None = None  # tokens that will be accepted of a late tree

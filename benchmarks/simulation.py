@@ -13,6 +13,7 @@ from coppice.settings import Settings
 from coppice.tree import DraftTree
 from verifier_svc.budget import Budget, Grant
 from verifier_svc.guard import Guard
+from verifier_svc.pacing import Part, PrefillPace
 from verifier_svc.scheduler import Limits, SessionView, Share, plan
 
 Mode = Literal["auto", "on", "off"]
@@ -52,7 +53,8 @@ class Outcome:
 
 class Simulation:
     """One verifier, and `drafters` by their slowness, whose sessions join them by turns. Prompts
-    take no time. Of a late tree the part below what was committed meanwhile is verified, with half
+    have `prompt` tokens, half as many to half as many again, and attention takes no time. Of a late
+    tree the part below what was committed meanwhile is verified, with half
     of the nodes for each token of that."""
 
     def __init__(
@@ -63,8 +65,10 @@ class Simulation:
         settings: Settings,
         seed: int = 0,
         drafters: Sequence[float] = (1.0,),
+        prompt: int = 1,
     ) -> None:
         speculation, rows = settings.speculation, settings.verifier.row_budget
+        chunk = settings.verifier.prefill_chunk
         self.outcome = Outcome()
         self._hardware = hardware
         self._mode = mode
@@ -72,7 +76,9 @@ class Simulation:
         self._random = Random(seed)
         self._budget = Budget(speculation.nodes, rows, mode == "auto")
         self._guard = Guard(settings.guard, speculation.drafter, self._budget.advantage)
-        self._limits = Limits(1, lambda _, __: [], rows, self._budget.step_seconds, headroom=0)
+        self._pace = PrefillPace(chunk, self._budget.step_seconds)
+        self._limits = Limits(chunk, self._pace.parts, rows, self._budget.step_seconds, headroom=0)
+        self._prompt = prompt
         self._trees = [_chain(nodes) for nodes in range(speculation.nodes + 1)]
         self._drafters = [Drafter(hardware, slowness) for slowness in drafters]
         self._sessions: dict[str, Session] = {}
@@ -80,11 +86,15 @@ class Simulation:
         self._came: list[Draft] = []  # while a pass ran
         self._running: tuple[Share, ...] = ()  # the pass
         self._started = 0.0
+        self._beside = False  # drafts
         self._left = 0.0  # seconds of it, with nothing beside it
         self._now = 0.0
         measured = 1
-        while measured <= rows:  # as a verifier does when it starts
-            self._budget.observe_step(measured, hardware.step_seconds(measured))
+        while measured <= max(rows, chunk):  # as a verifier does when it starts
+            seconds = hardware.step_seconds(measured)
+            self._pace.measure_rows(measured, seconds)
+            if measured <= rows:
+                self._budget.observe_step(measured, seconds)
             measured *= 2
 
     def run(self) -> Outcome:
@@ -100,7 +110,8 @@ class Simulation:
         if not self._running:
             for tokens in self._traffic.arrivals(self._now, len(self._sessions)):
                 drafter = self._drafters[self._arrived % len(self._drafters)]
-                session = Session(str(self._arrived), tokens, drafter)
+                pending = self._random.randint((self._prompt + 1) // 2, self._prompt * 3 // 2)
+                session = Session(str(self._arrived), tokens, drafter, pending)
                 self._sessions[session.name] = session
                 self._arrived += 1
             if self._sessions:
@@ -126,7 +137,7 @@ class Simulation:
             elif session.awaited is not None and session.awaited.until <= self._now:
                 self._miss(session)
         views = [
-            SessionView(each.name, 1, each.nodes, each.awaited, each.gain)
+            SessionView(each.name, each.pending, each.nodes, each.awaited, each.gain)
             for each in self._sessions.values()
         ]
         planned = plan(views, _SLOTS, self._limits, self._now)
@@ -134,6 +145,12 @@ class Simulation:
         if planned.shares:
             rows = sum(share.rows + share.nodes for share in planned.shares)
             self._started = self._now
+            self._beside = any(each.asks.at_work for each in self._sessions.values())
+            for share in planned.shares:
+                session = self._sessions[share.session_id]
+                if session.awaited is not None and session.awaited.expected <= self._now:
+                    self._miss(session)
+                session.asks.disturb()
             self._left = self._hardware.step_seconds(rows) * self._noise()
         return planned.wait_until
 
@@ -161,18 +178,30 @@ class Simulation:
 
     def _commit(self) -> None:
         decoding = len(self._sessions)
-        rows = sum(share.rows + share.nodes for share in self._running)
+        rows = 0
+        parts: list[Part] = []
         for share in self._running:
             session = self._sessions[share.session_id]
-            if session.awaited is not None and session.awaited.expected <= self._started:
-                self._miss(session)
+            if session.pending > 1:
+                parts.append((share.rows, 0))
+                session.pending -= share.rows
+                if session.pending:
+                    continue
+                session.pending = 1  # the first token of the answer
+            else:
+                rows += share.rows + share.nodes
             self._walk(session, share.nodes)
             self._ask(session, decoding)
             if session.left <= 0:
                 del self._sessions[session.name]
                 session.drafter.due.pop(session, None)
         self._running = ()
-        self._budget.observe_step(rows, self._now - self._started)
+        if self._beside:
+            return
+        if not parts:
+            self._budget.observe_step(rows, self._now - self._started)
+        elif rows:
+            self._pace.observe(rows, parts, self._now - self._started)
 
     def _walk(self, session: Session, nodes: int) -> None:
         accepted = expected = 0.0
@@ -196,6 +225,8 @@ class Simulation:
         if self._counts:
             self.outcome.grants += 1
             self.outcome.granted_nodes += grant.nodes
+        if not grant.nodes and grant.once:
+            return
         if not grant.nodes:
             session.in_play = False
             session.asks.clear()

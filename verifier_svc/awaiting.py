@@ -1,6 +1,6 @@
 """Whether a session's next tree is awaited, for how long, and how long trees take. Pure policy."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from verifier_svc.budget import Budget, Grant
 
@@ -92,10 +92,12 @@ class Asks:
     """The trees that a drafter has been asked for and has not sent."""
 
     _asks: list[_Ask] = field(default_factory=list[_Ask])
+    _overdue: bool = False  # the last one: what it takes is worth knowing in any case
 
     def add(self, base_length: int, at: float, grant: Grant, in_play: bool) -> None:
         """`in_play` false: the drafter has features to pull first, which says nothing of it."""
         self._asks.append(_Ask(base_length, at, grant, in_play and not self._asks))
+        self._overdue = False
 
     def answered(self, base_length: int, now: float) -> tuple[Grant, float] | None:
         """A tree for `base_length` came: grant and seconds of its drafting, if they are known.
@@ -106,8 +108,19 @@ class Asks:
 
     def overdue(self, now: float) -> tuple[Grant, float] | None:
         """The awaited tree has not come: its grant and the seconds that it takes at least."""
+        self._overdue = True
         last = self._asks[-1] if self._asks else None
         return None if last is None or not last.clean else (last.grant, now - last.at)
+
+    def disturb(self) -> None:
+        """A pass runs beside, perhaps on the drafter's cores."""
+        if self._asks and not self._overdue:
+            self._asks[-1] = replace(self._asks[-1], clean=False)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the drafter is. After so many asks without an answer one stops believing it."""
+        return 0 < len(self._asks) <= MAX_STRIKES
 
     def clear(self) -> None:
         self._asks.clear()

@@ -34,6 +34,8 @@ _EXPLORE_LOSS = 0.005
 # When plain decoding looks whether trees would pay, it verifies so many of each session. They may
 # take longer to come, as their drafter has to catch up first, but not for ever.
 _TRIAL_TREES, _TRIAL_PASSES = 5, 24
+# Plain passes are tried again at once while each makes plain decoding look so much faster.
+_FASTER = 1.01
 _WORSE = 0.1  # they end when the loss turns out to be that much more
 # A tree must promise that much more than plain decoding, as estimates are noisy. Where trees are
 # granted already they need only be no slower, or a load that sways would toss between the two.
@@ -47,6 +49,7 @@ _MOST_ASKED = 0.8
 class Grant:
     nodes: int  # 0: decode plainly
     sessions: int  # that are granted trees at once
+    once: bool = False  # plainly for this pass alone: trees are wanted again after it
 
 
 @dataclass(slots=True)
@@ -81,6 +84,7 @@ class Budget:
     _unexplored: int = 0  # grants since another size was tried
     _round: int = 0
     _trial: _Trial = field(default_factory=_Trial)
+    _plain: tuple[int, float] = (0, 0.0)  # sessions, and their speed before a plain pass was tried
 
     def __post_init__(self) -> None:
         self._sizes = (*(size for size in SIZES if size < self.most), self.most)
@@ -203,7 +207,8 @@ class Budget:
         self._unexplored += 1
         if self._left == 0 or self._granted.sessions != decoding:
             self._left = decoding
-            self._granted = Grant(self._next(sizes, decoding), decoding)
+            nodes = self._next(sizes, decoding)
+            self._granted = Grant(nodes, decoding, once=self._speculating and not nodes)
         self._left -= 1
         return self._granted
 
@@ -218,26 +223,39 @@ class Budget:
             if self._loss(tried, nodes, decoding) < trial.loss + _WORSE:
                 return tried
         trial.passes = 0
-        others = [size for size in sizes if size != nodes]
+        tried, before = self._plain
+        if nodes and tried == decoding and self.speed(0, decoding) > _FASTER * before:
+            self._plain = (decoding, self.speed(0, decoding))
+            return 0
+        self._plain = (0, 0.0)
         every = min(_EXPLORE_FIRST * (self._round + 1), _EXPLORE_EVERY)
-        if not others or self._unexplored < every * decoding:
+        other = self._other(nodes, sizes, decoding)
+        if other is None or self._unexplored < every * decoding:
             return nodes
-        # From plain decoding the best; else by turns the largest, whose trees tell of all others,
-        # and another one.
-        turn, largest = divmod(self._round, 2)
-        other = others[-1 if largest else turn % len(others)]
-        if nodes == 0:
-            other = max(others, key=lambda size: self.speed(size, decoding))
         trees = 1 if nodes else _TRIAL_TREES
         loss = self._loss(other, nodes, decoding)
         if self._unexplored < trees * loss / _EXPLORE_LOSS * decoding:
             return nodes
         self._unexplored = 0
         self._round += 1
+        if other == 0:
+            self._plain = (decoding, self.speed(0, decoding))
         if nodes == 0:
             until = self._all_walks + _TRIAL_TREES * decoding
             self._trial = _Trial(other, _TRIAL_PASSES, until, loss)
         return other
+
+    def _other(self, nodes: int, sizes: Sequence[int], decoding: int) -> int | None:
+        """Another number than `nodes`, the best one, to be tried next: from plain decoding the best
+        of trees; else by turns the largest, whose trees tell of all others, one of the others, and
+        none, since what plain passes take is not seen while there are trees."""
+        others = [size for size in sizes if size != nodes]
+        if nodes == 0:
+            return max(others, key=lambda size: self.speed(size, decoding))
+        turn, kind = divmod(self._round, 3)
+        if kind == 0 or not others:
+            return 0
+        return others[-1 if kind == 1 else turn % len(others)]
 
     def _loss(self, nodes: int, best: int, decoding: int) -> float:
         """Share of the tokens that a pass with `nodes` nodes costs; nothing, where it pays."""

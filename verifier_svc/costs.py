@@ -33,8 +33,10 @@ class CostCurve:
         bucket = _bucket(size)
         point = self._points.get(bucket)
         if point is None:
-            self._points[bucket] = _Point(size, seconds)
-            return
+            between = self._between(size)
+            point = self._points[bucket] = _Point(size, between or seconds)
+            if between is None:
+                return
         point.measurements += 1
         weight = max(_WEIGHT, 1 / point.measurements)
         before = point.seconds
@@ -47,17 +49,25 @@ class CostCurve:
 
     def seconds(self, size: int) -> float:
         """0 while nothing has been measured."""
-        points = sorted(self._points.values(), key=lambda point: point.size)
-        if not points:
+        if not self._points:
             return 0.0
-        if size <= points[0].size:
-            return points[0].seconds
+        between = self._between(size)
+        if between is not None:
+            return between
+        smallest = min(self._points.values(), key=lambda point: point.size)
+        if size <= smallest.size:
+            return smallest.seconds
+        last = max(self._points.values(), key=lambda point: point.size)
+        return last.seconds * (size / last.size if self.proportional else 1.0)
+
+    def _between(self, size: int) -> float | None:
+        """What a size takes of which smaller and larger ones were measured."""
+        points = sorted(self._points.values(), key=lambda point: point.size)
         for below, above in pairwise(points):
-            if size <= above.size:
+            if below.size <= size <= above.size:
                 share = (size - below.size) / (above.size - below.size)
                 return below.seconds + share * (above.seconds - below.seconds)
-        last = points[-1]
-        return last.seconds * (size / last.size if self.proportional else 1.0)
+        return None
 
 
 def _bucket(size: int) -> int:

@@ -103,10 +103,12 @@ def miss(session: Session, now: float, budget: Budget) -> None:
 
 
 def give_up(session: Session, now: float, budget: Budget) -> None:
-    """A pass takes the session without the tree that it awaits. Only what is overdue was missed."""
+    """A pass takes the session without the tree that may be on its way. Only what is overdue was
+    missed."""
     awaited = session.draft.awaited
     if awaited is not None and awaited.expected <= now:
         miss(session, now, budget)
+    session.draft.asks.disturb()
 
 
 def pause(session: Session) -> None:
@@ -131,7 +133,8 @@ def tell_committed(
     answered = draft.draft_id
     draft.forget_tree()  # it was verified, or came to nothing
     if grant.nodes == 0:
-        pause(session)
+        if not grant.once:
+            pause(session)
         return False
     length = len(session.tokens)
     # Only a drafter that is in play gets features pushed; after a gap it pulls.

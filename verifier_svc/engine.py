@@ -276,10 +276,7 @@ class Engine:
             return
         decoding = sum(not other.waiting for other in self.sessions.values())
         grant = Grant(0, decoding)
-        # Passes that read prompts wait for no tree, and no row of theirs is cheap.
-        if not self.guard.closed and not any(
-            other.pending > 1 and not other.waiting for other in self.sessions.values()
-        ):
+        if not self.guard.closed:
             grant = self.budget.choose(decoding)
         self.metrics.node_budget.set(grant.nodes)
         self.metrics.grants.inc()

@@ -13,7 +13,8 @@ the best rate that can be had is r = max tokens(k) / seconds(k): so many tokens 
 second of waiting costs. Of what can still be done that k is best whose tokens(k) - r * (seconds
 until its end) is largest; at the moment of asking it is the k of r. A tree that is overdue is
 expected to take as much longer again, so that waiting for it ends when it has cost what the tree
-may bring; each tree's own limit holds besides, and holds alone while nobody is held up.
+may bring; each tree's own limit holds besides, and holds alone while nobody is held up. A prompt
+that a pass reads is held up like a token: its own answer waits behind it.
 
 Nobody is left out for a pass of their own. For what one group of S sessions does in
 draft(S) + step(S), two groups in alternation, one drafting while the other is verified, need
@@ -94,33 +95,30 @@ def plan(views: Sequence[SessionView], available: int, limits: Limits, now: floa
     await."""
     prefilling = [view for view in views if view.pending > 1]
     decoding = [view for view in views if view.pending == 1]
-    beside = _decode_shares(decoding, limits)
-    if prefilling:
-        # Whoever reads its prompt waits for nobody, and its next part takes those who are late.
-        decoding = [view for view in decoding if view.awaited is None]
-    else:
-        until = _waits_until(decoding, limits, now)
-        if until is not None:
-            return Plan(wait_until=until)
     shares = _decode_shares(decoding, limits)
-    if beside:
-        rows = sum(share.rows + share.nodes for share in beside)
+    if shares:
+        rows = sum(share.rows + share.nodes for share in shares)
         parts = limits.prefill_beside(rows, prefilling)
-        shares += [Share(v.session_id, part) for v, part in zip(prefilling, parts, strict=False)]
+        reading = [Share(v.session_id, part) for v, part in zip(prefilling, parts, strict=False)]
     else:
-        shares += _prefill_shares(prefilling, limits.prefill_chunk)
-    return _fit(views, shares, available)
+        reading = _prefill_shares(prefilling, limits.prefill_chunk)
+    until = _waits_until(decoding, reading, limits, now)
+    if until is not None:
+        return Plan(wait_until=until)
+    return _fit(views, shares + reading, available)
 
 
-def _waits_until(decoding: Sequence[SessionView], limits: Limits, now: float) -> float | None:
+def _waits_until(
+    decoding: Sequence[SessionView], reading: Sequence[Share], limits: Limits, now: float
+) -> float | None:
     """When to look again, where waiting for trees is better than a pass without them."""
     awaited = [view.awaited for view in decoding if view.awaited is not None]
     if not awaited:
         return None
     until = min(each.until for each in awaited)
-    if len(awaited) == len(decoding):
+    if len(awaited) == len(decoding) and not reading:
         return until
-    choices = _choices(decoding, limits, now)
+    choices = _choices(decoding, reading, limits, now)
     rate = max(each.tokens / max(each.begins + each.seconds, 1e-9) for each in choices)
     best = max(choices, key=lambda each: each.tokens - rate * (each.left + each.seconds))
     at_once = choices[0]
@@ -132,10 +130,14 @@ def _waits_until(decoding: Sequence[SessionView], limits: Limits, now: float) ->
     return None if best is at_once or not given_up else min(until, *given_up)
 
 
-def _choices(decoding: Sequence[SessionView], limits: Limits, now: float) -> list[_Choice]:
+def _choices(
+    decoding: Sequence[SessionView], reading: Sequence[Share], limits: Limits, now: float
+) -> list[_Choice]:
     """The pass that begins at once, the one that waits for the first tree, for two, ..."""
     late: list[tuple[Awaited, float]] = []
-    tokens, rows = float(len(decoding)), len(decoding)
+    # Whoever reads is held up as if it decoded.
+    tokens = float(len(decoding) + len(reading))
+    rows = len(decoding) + sum(share.rows for share in reading)
     for view in decoding:
         if view.awaited is not None:
             late.append((view.awaited, view.gain))

@@ -48,6 +48,7 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     for share in shares:
         drafting.give_up(engine.sessions[share.session_id], now, engine.budget)
     works = [_take(engine, share) for share in shares]
+    drafting_beside = any(work.session.draft.asks.at_work for work in works)
     parts = [(len(work.slots), len(work.session.slots)) for work in works if work.prefill]
     started = time.monotonic()
     logits = engine.runner.run([_rows(work) for work in works])
@@ -59,6 +60,8 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     engine.timings.verify += verified - started
     engine.timings.commit += done - verified
     engine.metrics.verify_latency.observe(verified - started)
+    if drafting_beside:  # perhaps on the same cores: it says little of other passes
+        return
     rows = sum(work.tree.rows for work in works if not work.prefill)
     if not parts:
         engine.budget.observe_step(rows, done - started)

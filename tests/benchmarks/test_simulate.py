@@ -22,7 +22,7 @@ def auto(hardware: Hardware, steps: list[tuple[float, int]], seconds: float) -> 
 
 
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=lambda hardware: hardware.name)
-@pytest.mark.parametrize("sessions", CONCURRENCY)
+@pytest.mark.parametrize("sessions", sorted({*CONCURRENCY, 3, 5, 6, 7}))
 def test_auto_is_never_slower_than_the_better_of_on_and_off(
     hardware: Hardware, sessions: int
 ) -> None:
@@ -30,6 +30,16 @@ def test_auto_is_never_slower_than_the_better_of_on_and_off(
     speed = {run.mode: run.outcome.tokens_per_second for run in runs}
     # In so short a run, trials of trees that do not pay cost up to two percent.
     assert speed["auto"] >= 0.975 * max(speed["on"], speed["off"])
+
+
+@pytest.mark.parametrize(("name", "least"), [("cpu", 0.95), ("h100-eagle2", 1.32)])
+def test_trees_are_verified_beside_prompts_too(name: str, least: float) -> None:
+    """Requests of different length make the ratio differ by 3 %; without trees in
+    passes that read, it would be 1.30 on the H100."""
+    hardware = HARDWARE[name]
+    load = at_concurrency(hardware, 4, walks=8000)
+    auto, _, off = simulate(hardware, load, Settings(), prompt=200)
+    assert auto.outcome.tokens_per_second >= least * off.outcome.tokens_per_second
 
 
 @pytest.mark.parametrize("name", ["h100-eagle2", "h100-eagle3"])
@@ -127,7 +137,8 @@ def test_while_the_guard_is_closed_the_drafter_does_nothing_and_afterwards_it_dr
     assert burst.guard_share > 0.99
     assert burst.drafting_seconds == 0.0
     after = auto(cpu, [(0.0, 100), (10.0, 1)], 60.0)
-    assert after.switches == 2
+    assert after.switches in (2, 4), "one look at trees on the way down"
+    assert after.guard_share < 0.5
     assert after.drafting_seconds > 0.0
 
 

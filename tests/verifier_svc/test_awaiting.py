@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice.tree import DraftTree
-from verifier_svc.awaiting import Asks, Awaited, Patience
+from verifier_svc.awaiting import MAX_STRIKES, Asks, Awaited, Patience
 from verifier_svc.budget import Budget, Grant
 
 CHAIN = DraftTree((1, 2, 3), (0, 1, 2), (-0.1, -0.2, -0.3))
@@ -104,3 +104,28 @@ def test_asks_time_only_what_was_asked_of_an_idle_drafter() -> None:
     asks.add(13, at=10.0, grant=three, in_play=True)
     assert asks.answered(13, 10.25) == (three, 0.25)
     assert asks.answered(13, 11.0) is None
+
+
+def test_a_draft_beside_a_pass_is_not_timed_unless_it_was_overdue() -> None:
+    asks, three = Asks(), Grant(3, 1)
+    asks.add(10, at=1.0, grant=three, in_play=True)
+    asks.disturb()
+    assert asks.overdue(1.5) is None
+    assert asks.answered(10, 2.0) is None
+    asks.add(11, at=3.0, grant=three, in_play=True)
+    assert asks.overdue(4.0) == (three, 1.0)
+    asks.disturb()
+    assert asks.answered(11, 5.0) == (three, 2.0), "so slow it is"
+
+
+def test_a_drafter_is_at_work_until_it_has_answered_or_is_not_believed_any_more() -> None:
+    asks = Asks()
+    assert not asks.at_work
+    for length in range(MAX_STRIKES):
+        asks.add(length, 0.0, Grant(1, 1), in_play=True)
+        assert asks.at_work
+    asks.answered(MAX_STRIKES - 1, 1.0)
+    assert not asks.at_work
+    for length in range(10, 11 + MAX_STRIKES):
+        asks.add(length, 0.0, Grant(1, 1), in_play=True)
+    assert not asks.at_work

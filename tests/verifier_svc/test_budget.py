@@ -211,3 +211,24 @@ def test_the_advantage_is_unknown_until_trees_were_verified_and_then_a_ratio() -
     assert Budget(15, 64, adaptive=False).advantage(4) == 0.0
     assert learned([(0.010, 0.0)], [1, 2]).advantage(4) == pytest.approx(3.0, rel=0.02)
     assert budget.advantage(64) == 0.0  # no room for a tree
+
+
+def test_while_trees_are_granted_plain_passes_are_measured_now_and_then() -> None:
+    budget = measured(accepted=1, draft=0.001)
+    grants = [budget.choose(1) for _ in range(4000)]
+    plain = [grant for grant in grants if grant.nodes == 0]
+    assert 4 < len(plain) < 0.01 * len(grants)
+    assert all(grant.once for grant in plain), "the drafter stays in play"
+
+
+def test_plain_passes_that_were_thought_to_be_slow_do_not_keep_trees_for_good() -> None:
+    budget = measured(accepted=1, draft=0.003, row=0.010, step=0.0)
+    for _ in range(10):
+        budget.observe_step(1, 0.060)  # something else was at work
+    assert most_common(budget, 1) > 0
+    for _ in range(3000):
+        rows = budget.choose(1).nodes + 1
+        budget.observe_step(rows, 0.010 * rows)
+        if rows > 1:
+            budget.observe_walk(CHAIN.trimmed(rows - 1), [1])
+    assert most_common(budget, 1) == 0

@@ -38,3 +38,9 @@ def test_a_machine_that_is_slower_now_is_expected_to_be_so_at_other_sizes() -> N
         made.observe(1, 16.0)
     assert made.seconds(1) == pytest.approx(16.0, rel=0.01)
     assert made.seconds(8) == pytest.approx(2.0 * 2, rel=0.01)  # the fourth root of sixteen
+
+
+def test_a_first_measurement_between_others_counts_as_much_as_they_do() -> None:
+    made = curve({4: 1.0, 8: 3.0})
+    made.observe(6, 4.0)
+    assert made.seconds(6) == pytest.approx(3.0)  # of 4, and 2 by the neighbours

@@ -63,9 +63,8 @@ def test_prompts_are_read_in_smaller_chunks_while_others_decode() -> None:
     assert alone == (Share("first", 4), Share("second", 4))
     beside = plan([view("streams"), *prompts], 100, LIMITS, 0.0).shares
     assert beside == (Share("streams"), Share("first", 4), Share("second", 1))
-    # Whoever waits for a tree streams as well: it may come at any time.
-    awaiting = plan([awaits("awaits"), *prompts], 100, LIMITS, 0.0).shares
-    assert awaiting == (Share("first", 4), Share("second", 1))
+    awaiting = plan([awaits("awaits", gain=0.0), *prompts], 100, LIMITS, 0.0).shares
+    assert awaiting == (Share("awaits"), Share("first", 4), Share("second", 1))
 
 
 def test_parts_of_prompts_are_measured_by_all_who_decode_and_by_their_contexts() -> None:
@@ -76,9 +75,9 @@ def test_parts_of_prompts_are_measured_by_all_who_decode_and_by_their_contexts()
         return [2, 1]
 
     prompts = [SessionView("first", 9, context=40), SessionView("second", 7)]
-    views = [view("tree", nodes=3), awaits("awaits"), view("plain"), *prompts]
+    views = [view("tree", nodes=3), awaits("awaits", gain=0.0), view("plain"), *prompts]
     shares = plan(views, 100, replace(LIMITS, prefill_beside=beside), 0.0).shares
-    assert shares[2:] == (Share("first", 2), Share("second", 1))
+    assert shares[3:] == (Share("first", 2), Share("second", 1))
     assert asked == [(4 + 1 + 1, prompts)]
 
 
@@ -132,9 +131,31 @@ def test_of_several_trees_only_those_are_waited_for_that_come_soon() -> None:
     assert not waits(there, now=0.1)
 
 
-def test_a_prompt_does_not_wait_for_drafts() -> None:
-    views = [view("ready", nodes=3), awaits("late"), view("prompt", pending=4)]
-    assert plan(views, 100, LIMITS, 0.0).shares == (Share("ready", 1, 3), Share("prompt", 4))
+def test_a_prompt_waits_for_trees_as_if_it_decoded() -> None:
+    prompt, late = view("prompt", pending=9), awaits("late")
+    # A token more in half a pass more: (2 + 1) / 1.5 is not above 2, for the prompt's part counts.
+    assert plan([replace(late, gain=0.9), prompt], 100, LIMITS, 0.0).shares
+    assert waits([replace(late, gain=1.1), prompt])
+    # Where all who decode await their trees, none of their times counts by itself.
+    assert plan([awaits("late", expected=8.0), prompt], 100, LIMITS, 0.0).shares == (
+        Share("late"),
+        Share("prompt", 5),
+    )
+
+
+@pytest.mark.parametrize(("reading", "waiting"), [(0, True), (40, False)])
+def test_what_a_pass_reads_besides_counts_in_what_trees_are_worth(
+    reading: int, waiting: bool
+) -> None:
+    # Trees bring 2.4 tokens beside 4: worth a wait of half a pass, if it is not ten passes.
+    limits = replace(
+        LIMITS,
+        step_seconds=lambda rows: 1.0 if rows < 20 else 0.05,
+        prefill_beside=lambda rows, prompts: [reading],
+    )
+    prompts = [view("prompt", pending=99)] if reading else []
+    views = [*many(2, view("plain")), *many(2, awaits("late", gain=1.2))]
+    assert waits([*views, *prompts], limits=limits) == waiting
 
 
 def test_what_running_prompts_lack_is_spoken_for() -> None:
@@ -219,10 +240,7 @@ def test_there_is_a_pass_or_a_preemption_or_a_bounded_wait(
 def test_nobody_who_streams_is_left_out_of_a_pass(state: tuple[list[SessionView], int]) -> None:
     views, available = state
     shares = plan(views, available, PRICED, NOW).shares
-    reading = any(v.pending > 1 for v in views)
-    streaming = {
-        v.session_id for v in views if v.pending == 1 and not (reading and v.awaited is not None)
-    }
+    streaming = {v.session_id for v in views if v.pending == 1}
     assert not shares or streaming <= {share.session_id for share in shares}
 
 
@@ -230,8 +248,10 @@ def test_nobody_who_streams_is_left_out_of_a_pass(state: tuple[list[SessionView]
 def test_where_no_tree_comes_any_more_there_is_a_pass_within_the_longest_time(
     state: tuple[list[SessionView], int],
 ) -> None:
-    views = [replace(view, pending=1) for view in state[0]]
-    last = max((v.awaited.until for v in views if v.awaited is not None), default=NOW)
+    views = state[0]
+    last = max(
+        (v.awaited.until for v in views if v.awaited is not None and v.pending == 1), default=NOW
+    )
     now, looks = NOW, 0
     while (until := plan(views, 1000, PRICED, now).wait_until) is not None:
         assert now < until <= last
