@@ -30,8 +30,8 @@ def read_gb_s() -> float:
     return READ_BYTES / min(timed(values.sum) for _ in range(10)) / 1e9
 
 
-def peak_gflop_s() -> float:
-    """GFLOP/s of a large square bf16 product in torch (oneDNN), the best of ten."""
-    a = torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16()
-    b = torch.randn(PEAK_SIZE, PEAK_SIZE).bfloat16()
+def peak_gflop_s(dtype: torch.dtype = torch.bfloat16) -> float:
+    """GFLOP/s of a large square product in torch, the best of ten."""
+    a = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype)
+    b = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype)
     return 2 * PEAK_SIZE**3 / min(timed(lambda: a @ b) for _ in range(10)) / 1e9
