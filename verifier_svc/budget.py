@@ -34,9 +34,10 @@ _EXPLORE_LOSS = 0.005
 # When plain decoding looks whether trees would pay, it verifies so many of each session. They may
 # take longer to come, as their drafter has to catch up first, but not for ever.
 _TRIAL_TREES, _TRIAL_PASSES = 5, 24
-# Plain passes are tried again at once while each makes plain decoding look so much faster.
-_FASTER = 1.01
 _WORSE = 0.1  # they end when the loss turns out to be that much more
+# A plain pass among trees is followed by another one while each makes plain decoding look so much
+# faster.
+_FASTER = 1.01
 # A tree must promise that much more than plain decoding, as estimates are noisy. Where trees are
 # granted already they need only be no slower, or a load that sways would toss between the two.
 _MARGIN = 1.03

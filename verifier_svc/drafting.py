@@ -44,6 +44,7 @@ def leave(session: Session) -> None:
     """The drafter is gone; the session goes on plainly at once."""
     session.draft.link = None
     session.draft.lost = True
+    session.draft.asks.clear()
     session.draft.forget_tree()
 
 

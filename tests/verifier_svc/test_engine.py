@@ -15,7 +15,7 @@ from coppice.request import SamplingParams, StoppingParams
 from kernels.batch import AttentionBatch, Segment
 from protos import common_pb2, verifier_pb2
 from verifier_svc import drafting
-from verifier_svc.awaiting import Awaited
+from verifier_svc.awaiting import MAX_STRIKES, Awaited
 from verifier_svc.budget import Budget, Grant
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -358,6 +358,32 @@ def test_a_plain_pass_between_trees_leaves_the_drafter_in_play(
         assert len(each.features) == row * (each.base_length - 1 - each.features_from)
         assert each.features_from == each.start - 1
     assert not link.sent("paused")
+
+
+def test_passes_beside_a_draft_are_not_timed_unless_its_drafter_is_silent_or_gone(
+    new_bench, new_link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = new_bench()
+    timed: list[int] = []
+    monkeypatch.setattr(Budget, "observe_step", lambda budget, rows, seconds: timed.append(rows))
+    silent = new_link(bench.engine, lambda message: None)
+    session = bench.open("a", PROMPT, stopping=StoppingParams(max_tokens=40, ignore_eos=True))
+    silent.join("a")
+    bench.engine.step(block=False)
+    for _ in range(MAX_STRIKES):  # asked for so many trees
+        bench.engine.step(block=False)
+        assert not timed
+    bench.engine.step(block=False)
+    assert timed == [1], "it is not at work any more"
+    other = new_link(bench.engine, lambda message: None)
+    other.join("a", epoch=2)
+    for _ in range(2):
+        bench.engine.step(block=False)
+    assert timed == [1]
+    bench.engine.lose(other)
+    bench.engine.step(block=False)
+    assert timed == [1, 1]
+    assert session.draft.link is None
 
 
 def test_after_the_guard_the_drafter_catches_up_without_pushed_features(
