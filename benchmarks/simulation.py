@@ -221,7 +221,8 @@ class Simulation:
     def _ask(self, session: Session, decoding: int) -> None:
         grant = Grant(0, decoding)
         if self._mode != "off" and not self._guard.closed:
-            grant = self._budget.choose(decoding)
+            reading = any(each.pending > 1 for each in self._sessions.values())
+            grant = Grant(0, decoding, once=True) if reading else self._budget.choose(decoding)
         if self._counts:
             self.outcome.grants += 1
             self.outcome.granted_nodes += grant.nodes

@@ -277,7 +277,9 @@ class Engine:
         decoding = sum(not other.waiting for other in self.sessions.values())
         grant = Grant(0, decoding)
         if not self.guard.closed:
-            grant = self.budget.choose(decoding)
+            reading = any(s.pending > 1 and not s.waiting for s in self.sessions.values())
+            # Where cores are shared, trees beside prompts lose more than they bring.
+            grant = Grant(0, decoding, once=True) if reading else self.budget.choose(decoding)
         self.metrics.node_budget.set(grant.nodes)
         self.metrics.grants.inc()
         self.metrics.granted_nodes.inc(grant.nodes)
