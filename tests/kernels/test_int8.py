@@ -169,3 +169,14 @@ def test_a_weight_that_cannot_be_int8_is_refused(chosen: CpuBackend) -> None:
     packed = ops.pack(torch.randn(8, 16), quantize=True)
     with pytest.raises(ValueError, match=r"x \[2, 15\]"):
         ops.linear(torch.randn(2, 15), packed)
+
+
+def test_what_is_too_small_for_a_number_is_so_in_a_gated_linear_and_in_its_parts(
+    backend: CpuBackend, dtype: torch.dtype
+) -> None:
+    gates = -torch.arange(80.0, 112.0, 0.5)[:, None] / 32
+    weight = torch.cat((gates, torch.full_like(gates, 1e-4))).expand(-1, 32).to(dtype)
+    packed, plain = backend.pack_gated(weight, quantize=True), backend.pack(weight, quantize=True)
+    x = torch.ones(3, 32).to(dtype)
+    parts = backend.silu_mul(backend.linear(x, plain, None, None, False))
+    assert torch.equal(backend.gated_linear(x, packed, None), parts)

@@ -41,6 +41,7 @@ inline void rope_as(const RopeArgs& args) {
 template <class T>
 inline void silu_mul_as(const void* gate_up, void* result, int64_t rows, int64_t d) {
   over_rows(rows, 4 * d, [&](int64_t row) {
+    [[maybe_unused]] const Mode<T> mode;  // as in a gated linear
     const T* gate = static_cast<const T*>(gate_up) + row * 2 * d;
     T* out = static_cast<T*>(result) + row * d;
     vectors(d, [&](int64_t i, int64_t n) {
