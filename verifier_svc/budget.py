@@ -231,7 +231,7 @@ class Budget:
         self._plain = (0, 0.0)
         every = min(_EXPLORE_FIRST * (self._round + 1), _EXPLORE_EVERY)
         other = self._other(nodes, sizes, decoding)
-        if other is None or self._unexplored < every * decoding:
+        if self._unexplored < every * decoding:
             return nodes
         trees = 1 if nodes else _TRIAL_TREES
         loss = self._loss(other, nodes, decoding)
@@ -246,7 +246,7 @@ class Budget:
             self._trial = _Trial(other, _TRIAL_PASSES, until, loss)
         return other
 
-    def _other(self, nodes: int, sizes: Sequence[int], decoding: int) -> int | None:
+    def _other(self, nodes: int, sizes: Sequence[int], decoding: int) -> int:
         """Another number than `nodes`, the best one, to be tried next: from plain decoding the best
         of trees; else by turns the largest, whose trees tell of all others, one of the others, and
         none, since what plain passes take is not seen while there are trees."""
