@@ -123,14 +123,13 @@ struct Worker {
     }
   }
 
-  // Reads `count` keys and fetches of the `following` ones what the next chunk takes.
+  // Reads `count` keys, and some of the `following` ones are fetched.
   void read(Scratch& scratch, int64_t kv_head, const int64_t* slots, int64_t count,
             int64_t following) const {
     const T* k = static_cast<const T*>(args.k) + kv_head * args.d;
     const T* v = static_cast<const T*>(args.v) + kv_head * args.d;
     const int64_t width = args.kv_heads * args.d;
-    scratch.chunk.read(k, v, width, units, slots, count);
-    fetch_keys(k, v, width, args.d, slots + count, std::min(kChunk, following));
+    scratch.chunk.read(k, v, width, units, slots, count, following);
   }
 
   void read_queries(Scratch& scratch, const Share& share, int64_t kv_head) const {

@@ -6,32 +6,32 @@
 
 constexpr int64_t kChunk = 64;
 
-// Fetches what `Chunk::read` and the mixing will need of `count` keys.
-template <class T>
-inline void fetch_keys(const T* k_head, const T* v_head, int64_t stride, int64_t d,
-                       const int64_t* slots, int64_t count) {
-  const int64_t size = d * int64_t(sizeof(T));
-  for (int64_t j = 0; j < count; ++j) {
-    const auto* k = reinterpret_cast<const char*>(k_head + slots[j] * stride);
-    const auto* v = reinterpret_cast<const char*>(v_head + slots[j] * stride);
-    for (int64_t at = 0; at < size; at += 64) {
-      __builtin_prefetch(k + at, 0, 2);
-      __builtin_prefetch(v + at, 0, 2);
-    }
-  }
+inline void fetch(const void* from, int64_t line) {
+  __builtin_prefetch(static_cast<const char*>(from) + 64 * line, 0, 2);
 }
 
-// The keys of a chunk: K turned so that a lane is a key, V where it lies.
+// The keys of a chunk: K turned so that a lane is a key, V where it lies. What lies `ahead` is what
+// will be read next. It is fetched while this chunk is worked on, a line at a time: processors drop
+// fetches that come all at once, or wait for them.
 template <class T>
 struct Chunk {
   using U = typename Unit<T>::type;
   std::vector<U> k;  // [units][64]
   const T* v[kChunk];
+  const T *ahead_k[kChunk], *ahead_v[kChunk];
+  bool fetched;  // what lies ahead
 
+  // `count` keys, behind which so many `following` ones will be read.
   void read(const T* k_head, const T* v_head, int64_t stride, int64_t units, const int64_t* slots,
-            int64_t count) {
+            int64_t count, int64_t following) {
     if (k.size() < size_t(units * kChunk)) k.resize(units * kChunk);
     for (int64_t j = 0; j < count; ++j) v[j] = v_head + slots[j] * stride;
+    fetched = following <= 0;
+    for (int64_t j = 0; j < kChunk && !fetched; ++j) {
+      const int64_t slot = slots[count + std::min(j, following - 1)];
+      ahead_k[j] = k_head + slot * stride;
+      ahead_v[j] = v_head + slot * stride;
+    }
     for (int64_t j = 0; j < count; j += 16) {
       const uint32_t* rows[16];
       for (int64_t i = 0; i < 16; ++i) {
@@ -70,6 +70,12 @@ struct Query {
 // Vectors of keys, or of a head's values, that are worked on at once for n queries.
 constexpr int vectors_at_once(int n) { return std::clamp(kSums / n, 1, 4); }
 
+// Where registers are few: what stands before it is loaded before what stands behind it. Compilers
+// would else load so much at once that sums no longer fit into registers.
+inline void in_order() {
+  if constexpr (kSums < 8) __asm__ volatile("" ::: "memory");
+}
+
 // f with `count`, of 1 to Most, as a constant.
 template <int Most, class F>
 inline void with_size(int64_t count, const F& f) {
@@ -81,7 +87,7 @@ inline void with_size(int64_t count, const F& f) {
 
 // scores[n][16 * i + lane] = q . k of A vectors of keys, for N queries.
 template <class T, int N, int A>
-inline void dot_keys(const typename Unit<T>::type* k, int64_t units, const Query<T>* queries,
+inline void dot_keys(const Chunk<T>& chunk, int64_t units, const Query<T>* queries,
                      float (*scores)[kChunk], int64_t at) {
   const Operand<T>* q[N];
   for (int n = 0; n < N; ++n) q[n] = queries[n].q;
@@ -89,9 +95,13 @@ inline void dot_keys(const typename Unit<T>::type* k, int64_t units, const Query
   for (int i = 0; i < A; ++i) {
     for (int n = 0; n < N; ++n) acc[i][n] = zero();
   }
-  k += at;
+  const auto* k = chunk.k.data() + at;
   for (int64_t u = 0; u < units; ++u, k += kChunk) {
-    for (int i = 0; i < A; ++i) dots(acc[i], k + 16 * i, [&](int n) { return q[n][u]; });
+    for (int i = 0; i < A; ++i) {
+      if (!chunk.fetched) fetch(chunk.ahead_k[at + 16 * i + u % 16], u / 16);
+      dots(acc[i], k + 16 * i, [&](int n) { return q[n][u]; });
+      in_order();
+    }
   }
   for (int n = 0; n < N; ++n) {
     for (int i = 0; i < A; ++i) store(scores[n] + at + 16 * i, acc[i][n]);
@@ -108,7 +118,7 @@ inline void score(const Chunk<T>& chunk, int64_t units, float scale, const Query
   constexpr int kAtOnce = vectors_at_once(N);
   for (int64_t at = 0; at < most; at += 16 * kAtOnce) {
     with_size<kAtOnce>((most - at + 15) / 16, [&](auto keys) {
-      dot_keys<T, N, keys.value>(chunk.k.data(), units, queries, weights, at);
+      dot_keys<T, N, keys.value>(chunk, units, queries, weights, at);
     });
   }
   for (int n = 0; n < N; ++n) {
@@ -137,19 +147,20 @@ inline void score(const Chunk<T>& chunk, int64_t units, float scale, const Query
 template <class T, int N, int W, bool Whole>
 inline void mix_tile(const Chunk<T>& chunk, int64_t at, int64_t last, int64_t from, int64_t to,
                      float (*weights)[kChunk], float* mixed, int64_t stride) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   V acc[N][W];
   for (int n = 0; n < N; ++n) {
     for (int i = 0; i < W; ++i) acc[n][i] = load(mixed + n * stride + at + 16 * i);
   }
   for (int64_t j = from; j < to; ++j) {
-    const T* row = chunk.v[j] + at;
-    V value[W];
-    for (int i = 0; i < W; ++i) {
-      value[i] = Whole || i + 1 < W ? load(row + 16 * i) : load(row + 16 * i, last);
+    for (int64_t i = at; i < at + 16 * W && !chunk.fetched; i += 16) {
+      if (i % kLine == 0) fetch(chunk.ahead_v[j], i / kLine);
     }
-    for (int n = 0; n < N; ++n) {
-      const V weight = set1(weights[n][j]);
-      for (int i = 0; i < W; ++i) acc[n][i] = fma(weight, value[i], acc[n][i]);
+    const T* row = chunk.v[j] + at;
+    for (int i = 0; i < W; ++i) {
+      const V value = Whole || i + 1 < W ? load(row + 16 * i) : load(row + 16 * i, last);
+      for (int n = 0; n < N; ++n) acc[n][i] = fma(set1(weights[n][j]), value, acc[n][i]);
+      in_order();
     }
   }
   for (int n = 0; n < N; ++n) {
@@ -193,7 +204,7 @@ inline void merge(State& state, float highest, float sum, const float* mixed, in
 
 // One chunk for N queries, merged into their states.
 template <class T, int N>
-inline void attend(const Chunk<T>& chunk, int64_t d, const Query<T>* queries, float* mixed) {
+inline void attend(Chunk<T>& chunk, int64_t d, const Query<T>* queries, float* mixed) {
   alignas(64) float weights[N][kChunk];
   float highest[N], sums[N];
   const int64_t stride = (d + 15) / 16 * 16;
@@ -202,6 +213,7 @@ inline void attend(const Chunk<T>& chunk, int64_t d, const Query<T>* queries, fl
   int64_t common = kChunk;
   for (int n = 0; n < N; ++n) common = std::min(common, queries[n].count);
   mix<T, N>(chunk, d, 0, common, weights, mixed, stride);
+  chunk.fetched = true;
   for (int n = 0; n < N; ++n) {
     if (common < queries[n].count) {
       mix<T, 1>(chunk, d, common, queries[n].count, weights + n, mixed + n * stride, stride);
@@ -211,7 +223,7 @@ inline void attend(const Chunk<T>& chunk, int64_t d, const Query<T>* queries, fl
 }
 
 template <class T>
-inline void attend_all(const Chunk<T>& chunk, int64_t d, const std::vector<Query<T>>& queries,
+inline void attend_all(Chunk<T>& chunk, int64_t d, const std::vector<Query<T>>& queries,
                        float* mixed) {
   size_t i = 0;
   for (; i + kQueries <= queries.size(); i += kQueries) {
