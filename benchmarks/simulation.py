@@ -223,7 +223,7 @@ class Simulation:
         grant = Grant(0, decoding)
         if self._mode != "off" and not self._guard.closed:
             reading = any(each.pending > 1 for each in self._sessions.values())
-            grant = Grant(0, decoding, once=True) if reading else self._budget.choose(decoding)
+            grant = self._budget.choose(decoding, reading)
         if self._counts:
             self.outcome.grants += 1
             self.outcome.granted_nodes += grant.nodes

@@ -202,10 +202,13 @@ class Budget:
 
     # ---- the choice --------------------------------------------------------
 
-    def choose(self, decoding: int) -> Grant:
-        """For one of `decoding` sessions. All sessions of a pass are granted the same: their trees
-        are drafted together, so what trees of a size take is known only where all are of it."""
+    def choose(self, decoding: int, reading: bool = False) -> Grant:
+        """For one of `decoding` sessions, some of which may be `reading` their prompts. All
+        sessions of a pass are granted the same: their trees are drafted together, so what trees of
+        a size take is known only where all are of it."""
         decoding = max(1, decoding)
+        if reading:  # where cores are shared, trees beside prompts lose more than they bring
+            return Grant(0, decoding, once=True)
         sizes = self._fitting(decoding)
         if not sizes:
             return Grant(0, decoding)

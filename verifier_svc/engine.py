@@ -44,6 +44,12 @@ class Timings:
     commit: float = 0.0  # sample, walk, tell
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    sessions: int  # that are not waiting
+    reading: bool  # any of them its prompt
+
+
 @dataclass(slots=True)
 class Engine:
     runner: Runner
@@ -214,7 +220,7 @@ class Engine:
         if refusal:
             drafting.send_closed(link, message.session_id, message.epoch, refusal)
         elif session is not None and session.pending == 1:
-            self.tell_committed(session, 0)
+            self.tell_committed(session, 0, self.running())
 
     def _of(self, link: DraftLink, session_id: str, epoch: int) -> Session | None:
         """The session, if this drafter is its current one."""
@@ -272,15 +278,17 @@ class Engine:
             raise NotFound(f"features {shown}: not computed")
         return self.runner.read_features(session.slots[message.start : message.end])
 
-    def tell_committed(self, session: Session, accepted: int) -> None:
+    def running(self) -> Running:
+        """Of the sessions as they are now."""
+        running = [session for session in self.sessions.values() if not session.waiting]
+        return Running(len(running), any(session.pending > 1 for session in running))
+
+    def tell_committed(self, session: Session, accepted: int, running: Running) -> None:
         if session.draft.link is None:
             return
-        decoding = sum(not other.waiting for other in self.sessions.values())
-        grant = Grant(0, decoding)
+        grant = Grant(0, running.sessions)
         if not self.guard.closed:
-            reading = any(s.pending > 1 and not s.waiting for s in self.sessions.values())
-            # Where cores are shared, trees beside prompts lose more than they bring.
-            grant = Grant(0, decoding, once=True) if reading else self.budget.choose(decoding)
+            grant = self.budget.choose(running.sessions, running.reading)
         self.metrics.node_budget.set(grant.nodes)
         self.metrics.grants.inc()
         self.metrics.granted_nodes.inc(grant.nodes)

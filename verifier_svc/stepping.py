@@ -53,8 +53,11 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     started = time.monotonic()
     logits = engine.runner.run([_rows(work) for work in works])
     verified = time.monotonic()
-    for work, rows in zip(works, logits, strict=True):
-        _commit(engine, work, rows)
+    accepted = [_commit(engine, work, rows) for work, rows in zip(works, logits, strict=True)]
+    running = engine.running()
+    for work, count in zip(works, accepted, strict=True):
+        if count is not None:
+            engine.tell_committed(work.session, count, running)
     done = time.monotonic()
     engine.timings.passes += 1
     engine.timings.verify += verified - started
@@ -94,12 +97,13 @@ def _rows(work: Work) -> Rows:
     return Rows(tokens, positions, work.slots, session.slots, masks, work.tree.rows, session.greedy)
 
 
-def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
+def _commit(engine: "Engine", work: Work, logits: Tensor) -> int | None:
+    """How many drafted tokens came of it; None where no tree is to be asked for."""
     session = work.session
     if not work.samples:
         session.slots.extend(work.slots)
         engine.slots.share(session.table, session.tokens)
-        return
+        return None
     logprobs: list[Logprobs] = []
     try:
         walked, finish = _walk(session, work.tree, logits, logprobs)
@@ -110,7 +114,7 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
         engine.slots.discard(session.table)  # what may be broken is not for others
         known = isinstance(error, CoppiceError)
         engine.close(session, error if known else CoppiceError(f"sampling failed: {error}"))
-        return
+        return None
     if work.prefill:
         session.slots.extend(work.slots)
         engine.slots.share(session.table, session.tokens)
@@ -121,10 +125,11 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> None:
     _report(engine, work, walked, logprobs, finish)
     if finish is not None:
         engine.close(session, None)
-    elif session.untaken > engine.settings.verifier.max_untaken:
+        return None
+    if session.untaken > engine.settings.verifier.max_untaken:
         engine.pause(session)
-    else:
-        engine.tell_committed(session, walked.accepted)
+        return None
+    return walked.accepted
 
 
 def _walk(
