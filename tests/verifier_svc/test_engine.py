@@ -344,7 +344,7 @@ def test_a_plain_pass_between_trees_leaves_the_drafter_in_play(
 ) -> None:
     bench = new_bench()
     grants = cycle([Grant(1, 1), Grant(1, 1), Grant(0, 1, once=True)])
-    monkeypatch.setattr(Budget, "choose", lambda budget, decoding: next(grants))
+    monkeypatch.setattr(Budget, "choose", lambda *_: next(grants))
     link = new_link(bench.engine, lambda message: tree(message, [1], [0]))
     bench.open("a", PROMPT, stopping=StoppingParams(max_tokens=40, ignore_eos=True))
     link.join("a")
@@ -495,8 +495,7 @@ def test_one_late_drafter_costs_no_other_session_a_strike_nor_time(new_bench, ne
     while not bench.events.get("plain") or bench.events["plain"][-1].finish is None:
         assert bench.engine.step(block=False), "plain decoding waits for another session's draft"
     stats = bench.events["speculative"][-1].stats
-    # None is asked for while the other's prompt is read.
-    assert stats.speculative_steps == 1 and stats.plain_steps > 10, "it is not left out"
+    assert stats.speculative_steps == 2 and stats.plain_steps > 10, "it is not left out"
     assert stats.missed_drafts == 0, "what is not due yet was not missed"
 
 
