@@ -76,8 +76,7 @@ class Simulation:
         self._random = Random(seed)
         self._budget = Budget(speculation.nodes, rows, mode == "auto")
         self._guard = Guard(settings.guard, speculation.drafter, self._budget.advantage)
-        budget = self._budget
-        self._pace = PrefillPace(chunk, budget.step_seconds, budget.token_seconds)
+        self._pace = PrefillPace(chunk, self._budget.step_seconds)
         self._limits = Limits(chunk, self._pace.parts, rows, self._budget.step_seconds, headroom=0)
         self._prompt = prompt
         self._trees = [_chain(nodes) for nodes in range(speculation.nodes + 1)]

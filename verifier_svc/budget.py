@@ -159,12 +159,6 @@ class Budget:
         seconds += self.draft_seconds(nodes, decoding)
         return decoding * (1 + self.gain(nodes)) / max(seconds, 1e-9)
 
-    def token_seconds(self, decoding: int) -> float:
-        """Between two tokens of each of `decoding` sessions, with what they were granted last."""
-        seconds = self.step_seconds(decoding)
-        nodes = self._granted.nodes
-        return min(seconds, decoding / self.speed(nodes, decoding)) if nodes else seconds
-
     def advantage(self, decoding: int) -> float:
         """How many times as fast as plain decoding the best trees are. Until some were measured
         that is infinite: nobody knows before they are tried."""

@@ -75,8 +75,7 @@ class Engine:
         # Asked for when it is read, not at every pass.
         self.metrics.calibration_error.set_function(lambda: self.budget.calibration.error)
         self.guard = Guard(self.settings.guard, speculation.drafter, self.budget.advantage)
-        budget = self.budget
-        self.pace = PrefillPace(verifier.prefill_chunk, budget.step_seconds, budget.token_seconds)
+        self.pace = PrefillPace(verifier.prefill_chunk, self.budget.step_seconds)
         dtype = dtype_name(self.runner.model.dtype)
         self._features = drafting.FeatureSource(self.runner.read_features, dtype)
 

@@ -1,14 +1,13 @@
 """How many prompt tokens share a pass with sessions that decode. Pure policy.
 
 Whoever streams should not notice that somebody else's long prompt has arrived: a pass with parts of
-prompts may take `STRETCH` times as long as a token usually does, and parts are as long as that
-allows. (Where trees pay that is less than a pass takes, and none are asked for beside prompts.)
-Where several prompts wait, it may take that many times what a token would if all but one of them
-were read and decoding, as they are about to: else the few who decode would hold up the many who
-wait, and weights would be read for few rows again and again. What parts add is foretold before they
-are run, from what was measured at start: the pass has more rows, and attention reads the context of
-each part, a little once and the rest for each of its tokens. By how much that is wrong is learned
-from every such pass.
+prompts may take `STRETCH` times as long as one without, and parts are as long as that allows. Where
+several prompts wait, it may take that many times what a pass would if all but one of them were read
+and decoding, as they are about to: else the few who decode would hold up the many who wait, and
+weights would be read for few rows again and again. What parts add is foretold before they are run,
+from what was measured at start: the pass has more rows, and attention reads the context of each
+part, a little once and the rest for each of its tokens. By how much that is wrong is learned from
+every such pass.
 """
 
 from bisect import bisect_right
@@ -19,9 +18,6 @@ from verifier_svc.costs import CostCurve
 from verifier_svc.scheduler import SessionView
 
 STRETCH = 1.8  # below 2, so that passes which come out longer than foreseen stay about there
-# Parts may lengthen a pass by this share of it in any case, or where trees nearly double the speed
-# nothing would be read.
-_LEAST = 0.3
 # Behind a context so long that one token doubles the time no part is short enough. Then so many
 # times what that token adds is taken: a few more cost little beside it.
 _BEYOND = 1.5
@@ -35,13 +31,11 @@ Part = tuple[int, int]  # tokens of a prompt, and of its context before them
 
 @dataclass(slots=True)
 class PrefillPace:
-    """`most` tokens in a pass at most; `alone` tells what a pass of so many rows takes without, and
-    `usual` what a token of each of so many sessions does. Nothing else bounds the parts where
-    nothing was measured."""
+    """`most` tokens in a pass at most; `alone` tells what a pass of so many rows takes without.
+    Nothing else bounds the parts where nothing was measured."""
 
     most: int
     alone: Callable[[int], float]
-    usual: Callable[[int], float]
     _rows: CostCurve = field(default_factory=lambda: CostCurve(proportional=True))
     _per_part: float = 0.0  # seconds, for each token of its context
     _per_token: float = 0.0  # the same, for each token of a part
@@ -64,8 +58,8 @@ class PrefillPace:
         alone = self.alone(rows)
         left = self.most
         one = self._error * self._adds(rows, [(1, prompt.context) for prompt in prompts[:1]])
-        together = self.usual(rows + max(0, len(prompts) - 1))
-        limit = max(STRETCH * together - alone, _BEYOND * one if one > alone else _LEAST * alone)
+        together = self.alone(rows + max(0, len(prompts) - 1))
+        limit = max(_BEYOND * one if one > alone else 0.0, STRETCH * together - alone)
         chosen: list[Part] = []
         for prompt in prompts:
 

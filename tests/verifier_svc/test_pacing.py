@@ -24,9 +24,9 @@ class Machine:
     wrong: float = 1.0  # what parts add, over what was measured at start
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
-    def pace(self, most: int = 256, faster: float = 1.0) -> PrefillPace:
-        """With the measurements of a start; trees make tokens so many times `faster`."""
-        pace = PrefillPace(most, self.step, lambda sessions: self.step(sessions) / faster)
+    def pace(self, most: int = 256) -> PrefillPace:
+        """With the measurements of a start."""
+        pace = PrefillPace(most, self.step)
         for power in range(8):
             pace.measure_rows(1 << power, self.step(1 << power))
         one, sixteen = (
@@ -98,20 +98,6 @@ def test_what_the_bound_leaves_is_used(name: str, rows: int) -> None:
     assert 1.6 < sorted(times)[len(times) // 2] < 1.9
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_where_trees_pay_the_bound_is_that_of_tokens(name: str) -> None:
-    machine = Machine(**MACHINES[name])
-    times = read(machine, machine.pace(faster=1.3), 4, [(2000, 0)])
-    assert max(times) * 1.3 <= 2.0
-    assert sorted(times)[len(times) // 2] * 1.3 > 1.6
-
-
-def test_however_fast_trees_are_prompts_are_read() -> None:
-    machine = Machine(CPU, **CORES)
-    times = read(machine, machine.pace(faster=4.0), 4, [(1000, 0)])
-    assert len(times) < 600 and max(times) <= 1.4
-
-
 @pytest.mark.parametrize("wrong", [0.5, 1.5, 2.0])
 def test_what_was_measured_at_start_may_be_wrong(wrong: float) -> None:
     machine = Machine(CPU, **CORES, noise=0.03, wrong=wrong)
@@ -146,7 +132,7 @@ def test_where_one_token_breaks_the_bound_the_prompt_is_read_all_the_same() -> N
     times = read(machine, machine.pace(), 1, [(8192, 8000)])
     assert len(times) < 192, "more than one token at a time"
     assert max(times) <= 1 + 1.5 * (machine.seconds(1, [(1, 8192)]) / CPU(1) - 1) + 0.1
-    dear = PrefillPace(256, lambda rows: 0.001, lambda sessions: 0.001)
+    dear = PrefillPace(256, lambda rows: 0.001)
     dear.measure_context(1, 1000.0, 2000.0, 16)
     assert dear.parts(1, [SessionView("a", 100, context=100)])[0] >= 1
 
@@ -197,6 +183,6 @@ def test_a_short_prompt_says_little() -> None:
 
 
 def test_where_nothing_was_measured_the_chunk_alone_is_the_bound() -> None:
-    pace = PrefillPace(256, lambda rows: 0.0, lambda sessions: 0.0)
+    pace = PrefillPace(256, lambda rows: 0.0)
     pace.observe(1, [(16, 0)], 1.0)
     assert pace.parts(1, [SessionView("a", 100), SessionView("b", 1000)]) == [100, 156]
