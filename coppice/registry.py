@@ -8,10 +8,12 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Literal
 
 from redis.asyncio import Redis
 
+from coppice.background import forever
 from coppice.errors import CoppiceError
 from coppice.redis_calls import close_client, redis_client, run_calls
 
@@ -90,7 +92,8 @@ class Heartbeat:
 
     def start(self) -> None:
         if self._registry is not None and self._task is None:
-            self._task = asyncio.create_task(self._run(self._registry), name="heartbeat")
+            beat = partial(self._beat, self._registry)
+            self._task = asyncio.create_task(forever(beat, HEARTBEAT_SECONDS), name="heartbeat")
 
     async def drain(self) -> None:
         """Says at once that no new sessions are wanted."""
@@ -107,11 +110,6 @@ class Heartbeat:
         if self._last is not None:
             await self._put(self._registry, replace(self._last, sessions=0, state="left"))
         await self._registry.close()
-
-    async def _run(self, registry: Registry) -> None:
-        while True:
-            await self._beat(registry)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def _beat(self, registry: Registry) -> None:
         try:

@@ -1,10 +1,10 @@
 """Keeps the router in step with the registry: workers join and leave while traffic runs."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
 
+from coppice.background import forever
 from coppice.errors import Unavailable
 from coppice.registry import EXPIRY_SECONDS, HEARTBEAT_SECONDS, Registry, WorkerRecord
 from gateway.links import DrafterWorker, VerifierWorker
@@ -35,7 +35,8 @@ class Membership:
 
     async def follow(self, on_error: Callable[[], object]) -> None:
         """Refreshes until cancelled; `on_error` is called whenever Redis is away."""
-        while True:
+
+        async def refresh() -> None:
             try:
                 await self.refresh()
             except Unavailable as error:
@@ -46,7 +47,8 @@ class Membership:
                 on_error()
             else:
                 self.redis_reachable = True
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+        await forever(refresh, HEARTBEAT_SECONDS)
 
     async def close(self) -> None:
         await self._registry.close()

@@ -7,6 +7,7 @@ from itertools import chain
 
 from ray.exceptions import RayError
 
+from coppice.background import forever
 from coppice.settings import Settings
 from launcher.cluster import Worker, place_drafter, place_verifier, stop, until_ready
 
@@ -51,12 +52,10 @@ class Fleet:
 
     async def supervise(self) -> None:
         """Sees to it that workers serve again, and register, after Ray has restarted them."""
-        while True:
-            await asyncio.sleep(SUPERVISE_SECONDS)
-            for worker in (*self._verifiers.values(), *self._drafters.values()):
-                with contextlib.suppress(RayError, TimeoutError):
-                    async with asyncio.timeout(SUPERVISE_SECONDS):
-                        await worker.handle.ready.remote()
+        for worker in (*self._verifiers.values(), *self._drafters.values()):
+            with contextlib.suppress(RayError, TimeoutError):
+                async with asyncio.timeout(SUPERVISE_SECONDS):
+                    await worker.handle.ready.remote()
 
     async def stop(self) -> None:
         await self._remove([*self._verifiers.values(), *self._drafters.values()], 0.0)
@@ -95,7 +94,7 @@ async def running_fleet(settings: Settings) -> AsyncGenerator[Fleet, None]:
     drafters = 0 if settings.speculation.drafter == "none" else settings.drafter.count
     try:
         await fleet.resize(settings.verifier.count, drafters, 0.0)
-        supervising = asyncio.create_task(fleet.supervise())
+        supervising = asyncio.create_task(forever(fleet.supervise, SUPERVISE_SECONDS))
         try:
             yield fleet
         finally:

@@ -2,15 +2,20 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
+import math
+import time
 import uuid
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from redis.asyncio import Redis
 
+from coppice.background import forever
 from coppice.errors import CoppiceError, StartError, Unavailable, first_line
 from coppice.redis_calls import close_client, redis_client, run_calls
 from coppice.settings import Settings
@@ -46,46 +51,56 @@ class ScalingCalls:
             calls.set(self._alive, 1, px=int(ALIVE_SECONDS * 1000))
             await run_calls(calls)
 
-    async def take(self) -> tuple[str, Wanted] | None:
-        """The next request, if there is one."""
+    async def next_request(self) -> bytes | None:
+        """The oldest one without an answer. It stays the next until it has one, so that neither
+        is lost with a reply of Redis; what is asked for may be done twice."""
         async with self._client.pipeline(transaction=False) as calls:
-            calls.lpop(self._requests)
-            request = (await run_calls(calls))[0]
-        if request is None:
-            return None
-        fields = json.loads(request)
-        return fields.pop("id"), Wanted(**fields)
+            calls.lindex(self._requests, 0)
+            return (await run_calls(calls))[0]
 
-    async def answer(self, request_id: str, outcome: str) -> None:
+    async def answer(self, request: bytes, outcome: str) -> None:
         """`outcome` is empty, or says what went wrong."""
         async with self._client.pipeline(transaction=True) as calls:
-            calls.rpush(self._answer_key(request_id), outcome)
-            calls.expire(self._answer_key(request_id), int(ANSWER_SECONDS))
+            calls.set(self._answer_key(request), outcome, ex=int(ANSWER_SECONDS))
+            calls.execute_command("LREM", self._requests, 0, request)
             await run_calls(calls)
 
     async def ask(self, wanted: Wanted) -> str:
         """Returns the outcome. Raises StartError when nobody listens (any more)."""
-        request_id = uuid.uuid4().hex
-        request = json.dumps({"id": request_id, **asdict(wanted)})
-        asked = False
+        request = json.dumps({"id": uuid.uuid4().hex, **asdict(wanted)}).encode()
+        asked, heard_at = False, -math.inf
         while True:
-            async with self._client.pipeline(transaction=False) as calls:
-                calls.exists(self._alive)
-                calls.lpop(self._answer_key(request_id))
-                listens, outcome = await run_calls(calls)
-            if outcome is not None:
-                return outcome.decode()
-            if not listens:
-                raise StartError("no service listens there; start one with `coppice up`")
-            if not asked:
-                async with self._client.pipeline(transaction=False) as calls:
-                    calls.rpush(self._requests, request)
-                    await run_calls(calls)
-                asked = True
+            try:
+                if (outcome := await self._outcome(request)) is not None:
+                    return outcome
+                heard_at = time.monotonic()
+                if not asked:
+                    await self._push(request)
+                    asked = True
+            except Unavailable:
+                if time.monotonic() - heard_at > ALIVE_SECONDS:
+                    raise
             await asyncio.sleep(POLL_SECONDS)
 
-    def _answer_key(self, request_id: str) -> str:
-        return f"{self._requests}:{request_id}"
+    async def _outcome(self, request: bytes) -> str | None:
+        """None while there is none. Raises StartError when there won't be one."""
+        async with self._client.pipeline(transaction=False) as calls:
+            calls.exists(self._alive)
+            calls.get(self._answer_key(request))
+            listens, outcome = await run_calls(calls)
+        if outcome is not None:
+            return outcome.decode()
+        if not listens:
+            raise StartError("no service listens there; start one with `coppice up`")
+        return None
+
+    async def _push(self, request: bytes) -> None:
+        async with self._client.pipeline(transaction=False) as calls:
+            calls.rpush(self._requests, request)
+            await run_calls(calls)
+
+    def _answer_key(self, request: bytes) -> str:
+        return f"{self._requests}:{hashlib.sha256(request).hexdigest()}"
 
 
 @contextlib.asynccontextmanager
@@ -93,9 +108,9 @@ async def scalable(settings: Settings, redis_url: str, fleet: Fleet) -> AsyncGen
     """The fleet follows requests while the context lasts."""
     client = redis_client(redis_url)
     calls = ScalingCalls(client, settings.ray.namespace)
-    with contextlib.suppress(Unavailable):
-        await calls.announce()
-    tasks = [asyncio.create_task(_announce(calls)), asyncio.create_task(_follow(calls, fleet))]
+    await _announce(calls)
+    loops = (partial(_announce, calls), partial(_follow, calls, fleet))
+    tasks = [asyncio.create_task(forever(loop, POLL_SECONDS)) for loop in loops]
     try:
         yield
     finally:
@@ -106,27 +121,25 @@ async def scalable(settings: Settings, redis_url: str, fleet: Fleet) -> AsyncGen
 
 
 async def _announce(calls: ScalingCalls) -> None:
-    while True:
-        await asyncio.sleep(POLL_SECONDS)
-        with contextlib.suppress(Unavailable):  # without Redis nobody can ask for anything
-            await calls.announce()
+    with contextlib.suppress(Unavailable):  # without Redis nobody can ask for anything
+        await calls.announce()
 
 
 async def _follow(calls: ScalingCalls, fleet: Fleet) -> None:
-    while True:
-        with contextlib.suppress(Unavailable):
-            if (request := await calls.take()) is not None:
-                request_id, wanted = request
-                await calls.answer(request_id, await _resized(fleet, wanted))
-        await asyncio.sleep(POLL_SECONDS)
+    with contextlib.suppress(Unavailable):
+        if (request := await calls.next_request()) is not None:
+            await calls.answer(request, await _resized(fleet, request))
 
 
-async def _resized(fleet: Fleet, wanted: Wanted) -> str:
+async def _resized(fleet: Fleet, request: bytes) -> str:
     try:
+        fields = json.loads(request)
+        del fields["id"]
+        wanted = Wanted(**fields)
         await fleet.resize(wanted.verifiers, wanted.drafters, wanted.grace_seconds)
     except CoppiceError as error:
         return str(error)
-    except Exception as error:  # of Ray: the next request is to be heard all the same
+    except Exception as error:  # of Ray, or a request of another version's
         logger.exception("scaling failed")
         return first_line(error)
     return ""

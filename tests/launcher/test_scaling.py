@@ -1,17 +1,23 @@
 """A service is asked through Redis for more or fewer workers, and says what came of it."""
 
+import asyncio
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.asyncio.client import Pipeline
 
-from coppice.errors import StartError
+from coppice.errors import StartError, Unavailable
+from coppice.redis_calls import close_client, redis_client, run_calls
 from coppice.settings import GatewaySettings, RedisSettings, Settings
+from launcher import scaling
 from launcher.cluster import Worker
 from launcher.fleet import _beyond
 from launcher.redis_server import embedded_redis
@@ -67,6 +73,45 @@ async def test_what_went_wrong_there_is_said_here(tmp_path: Path) -> None:
         async with scalable(given, url, ScriptedFleet("verifier-1: no memory")):
             with pytest.raises(StartError, match=r"^verifier-1: no memory$"):
                 await scale(given, WANTED)
+
+
+async def test_no_lost_reply_of_redis_loses_a_request_or_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: Counter[tuple[str, ...]] = Counter()
+
+    async def lossy(calls: Pipeline) -> list[Any]:
+        """Done, but the first reply to each kind of call gets lost; not the first "is somebody
+        there", as a Redis that never answered is none."""
+        kind = tuple(command[0][0] for command in calls.command_stack)
+        replies = await run_calls(calls)
+        met[kind] += 1
+        if met[kind] == (2 if kind[0] == "EXISTS" else 1):
+            raise Unavailable("no reply within a second")
+        return replies
+
+    fleet = ScriptedFleet()
+    monkeypatch.setattr(scaling, "run_calls", lossy)
+    monkeypatch.setattr(scaling, "POLL_SECONDS", 0.01)
+    async with redis() as url, asyncio.timeout(20):
+        given = settings(tmp_path, url)
+        async with scalable(given, url, fleet):
+            await scale(given, WANTED)
+    assert set(fleet.asked) == {(2, 3, 0.5)}
+    assert len(met) == 5
+
+
+async def test_a_request_that_is_none_is_answered_and_not_the_last(tmp_path: Path) -> None:
+    fleet = ScriptedFleet()
+    async with redis() as url, asyncio.timeout(20):
+        given = settings(tmp_path, url)
+        client = redis_client(url)
+        for nonsense in ("no JSON", "[]", '{"id": "1", "verifiers": 1}'):
+            await client.rpush(f"coppice:scale:{given.ray.namespace}", nonsense)
+        await close_client(client)
+        async with scalable(given, url, fleet):
+            await scale(given, WANTED)
+    assert fleet.asked == [(2, 3, 0.5)]
 
 
 async def test_no_service_at_this_port_is_one_line(tmp_path: Path) -> None:
