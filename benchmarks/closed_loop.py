@@ -5,7 +5,6 @@ What a request asks depends on its number alone, so answers can be compared wher
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -23,7 +22,6 @@ import numpy as np
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 
 TEMPERATURES = (0.0, 0.8)
-RAMP_SECONDS = 600.0  # at most, until every client is being answered
 REQUEST_SECONDS = 900.0
 
 Mode = common_pb2.DecodingMode.ValueType
@@ -94,6 +92,8 @@ class Heard:
     asked: float  # times of time.perf_counter
     times: list[float] = field(default_factory=list[float])  # of the pieces
     pieces: list[Piece] = field(default_factory=list[Piece])
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # something has come
+    whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def tokens(self) -> list[int]:
@@ -115,30 +115,25 @@ class Window(Generic[T]):
 async def clients(
     ask: Ask, requests: Iterator[Request], concurrency: int
 ) -> AsyncGenerator[list[Heard], None]:
-    """Keeps `concurrency` requests going; entered when every client has heard a first token. Yields
-    the list that all answers come into. What still runs at the end is cancelled. Raises what a
-    request raised."""
+    """Keeps `concurrency` requests going; entered when all have been asked. Yields the list that
+    answers come into, in the order of their requests: always `concurrency` more than are whole.
+    What still runs at the end is cancelled. Raises what a request raised."""
     answers: list[Heard] = []
-    silent = concurrency
-    all_answered = asyncio.Event()
 
     async def client() -> None:
-        nonlocal silent
-        for turn in itertools.count():
+        while True:
             heard = Heard(next(requests), time.perf_counter())
             answers.append(heard)
             async for piece in ask(heard.request):
                 heard.times.append(time.perf_counter())
                 heard.pieces.append(piece)
-                if turn == 0 and len(heard.pieces) == 1:
-                    silent -= 1
-                    if not silent:
-                        all_answered.set()
+                heard.begun.set()
+            heard.whole.set()
 
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(client()) for _ in range(concurrency)]
-            await asyncio.wait_for(all_answered.wait(), RAMP_SECONDS)
+            await asyncio.sleep(0)
             yield answers
             for each in running:
                 each.cancel()
@@ -150,15 +145,18 @@ async def closed_loop(
     ask: Ask,
     requests: Iterator[Request],
     concurrency: int,
-    seconds: float,
+    answers: int,
     probe: Callable[[], Awaitable[T]],
 ) -> Window[T]:
-    """A window of so many seconds in which every client is being answered."""
-    async with clients(ask, requests, concurrency) as answers:
-        before, start = await probe(), time.perf_counter()
-        await asyncio.sleep(seconds)
+    """From the first request to the end of the last of the first `answers`, while whoever is done
+    asks on. So all that are driven do the same work: in windows of some seconds a few long prompts
+    more or less make a tenth of the tokens."""
+    before, start = await probe(), time.perf_counter()
+    async with clients(ask, requests, concurrency) as heard:
+        for index in range(answers):
+            await heard[index].whole.wait()
         end, after = time.perf_counter(), await probe()
-    return Window(answers, start, end, before, after)
+    return Window(heard, start, end, before, after)
 
 
 @dataclass(slots=True)

@@ -28,10 +28,11 @@ class Latencies:
 
     cold_ttft: float
     repeated_ttft: float  # of a prompt that differs from a cold one in its last tokens alone
-    quiet_itl_p50: float
+    quiet_itl_p50: float  # of running streams, mean of before and after
     quiet_itl_p99: float
-    beside_itl_p50: float  # of running streams while a long prompt is computed
+    beside_itl_p50: float  # while a long prompt is computed
     beside_itl_p99: float
+    beside_ttft: float  # of that prompt
 
     @property
     def prefix_ttft_ratio(self) -> float:
@@ -50,9 +51,20 @@ async def measure_latencies(address: str, sets: Iterable[Sequence[Sequence[int]]
     async with grpc.aio.insecure_channel(address) as channel:
         ask = asks(inference_pb2_grpc.InferenceStub(channel), speculation=True)
         cold, repeated = await _prefixes(ask, every)
-        quiet, beside = await _beside_long_prompt(ask, every)
-    itl = [percentile_ms(each.itl, percent) for each in (quiet, beside) for percent in (50, 99)]
-    return Latencies(1e3 * cold, 1e3 * repeated, *(value or math.nan for value in itl))
+        before, beside, after = await _beside_long_prompt(ask, every)
+    return Latencies(
+        cold_ttft=1e3 * cold,
+        repeated_ttft=1e3 * repeated,
+        quiet_itl_p50=(_itl(before, 50) + _itl(after, 50)) / 2,
+        quiet_itl_p99=(_itl(before, 99) + _itl(after, 99)) / 2,
+        beside_itl_p50=_itl(beside, 50),
+        beside_itl_p99=_itl(beside, 99),
+        beside_ttft=1e3 * beside.seconds,
+    )
+
+
+def _itl(tally: Tally, percent: float) -> float:
+    return percentile_ms(tally.itl, percent) or math.nan
 
 
 def _take(tokens: Iterator[int], count: int) -> list[int]:
@@ -78,19 +90,25 @@ async def _ttft(ask: Ask, prompt: Sequence[int]) -> float:
         return time.perf_counter() - started
 
 
-async def _beside_long_prompt(ask: Ask, tokens: Iterator[int]) -> tuple[Tally, Tally]:
-    """What streams saw when they were alone, and from a long prompt's arrival to its answer."""
+async def _beside_long_prompt(ask: Ask, tokens: Iterator[int]) -> tuple[Tally, Tally, Tally]:
+    """What streams saw before a long prompt's arrival, until its answer, and after that: they grow
+    meanwhile, and with them what a token takes."""
     requests = (
         Request(number, _take(tokens, OPENING_TOKENS), 0.0, STREAM_TOKENS)
         for number in itertools.count()
     )
     async with clients(ask, requests, STREAMS) as heard:
+        for each in heard:
+            await each.begun.wait()
         quiet_from = time.perf_counter()
         await asyncio.sleep(QUIET_SECONDS)
         arrival = time.perf_counter()
         await _ttft(ask, _take(tokens, LONG_PROMPT))
         answered = time.perf_counter()
-    quiet, beside = Tally(), Tally()
-    quiet.add(Window(heard, quiet_from, arrival, None, None))
+        await asyncio.sleep(QUIET_SECONDS)
+        end = time.perf_counter()
+    before, beside, after = Tally(), Tally(), Tally()
+    before.add(Window(heard, quiet_from, arrival, None, None))
     beside.add(Window(heard, arrival, answered, None, None))
-    return quiet, beside
+    after.add(Window(heard, answered, end, None, None))
+    return before, beside, after

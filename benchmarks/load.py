@@ -3,7 +3,7 @@
 Clients in this process, the service in others. `auto` is the service as it is set; `off` asks the
 same one for plain decoding, for which its drafter does nothing; `on` is a second one with a fixed
 budget and no guard. Modes take turns at every concurrency, several times, so that a change of the
-machine's mood hits all. Prompts are not cached, since all modes are asked the same ones.
+machine's mood hits all, and answer the same requests. Prompts are not cached for that reason.
 """
 
 import asyncio
@@ -44,6 +44,7 @@ NO_GUARD = 1_000_000  # sessions
 PROMPTS = 80  # of each set
 CONTEXT = 2048  # that a prompt and its answer may have
 IDLE_SECONDS = 2.0
+WARM_UP_ANSWERS = 6
 VLLM_CONCURRENCY = (1, 8, 32)
 
 
@@ -52,7 +53,7 @@ class LoadOptions:
     concurrency: Sequence[int]
     modes: Sequence[Mode]
     rounds: int
-    seconds: float  # of a mode's window in one round
+    answers: int  # of a mode in one round, or one of each client where these are more
     tokens: int  # of an answer
     prompts: Sequence[Path]
     vllm: Path | None  # Python of an environment that has it
@@ -63,7 +64,7 @@ class LoadOptions:
         concurrency: str,
         modes: str,
         rounds: int,
-        seconds: float,
+        answers: int,
         tokens: int,
         prompts: Sequence[Path],
         vllm: Path | None,
@@ -78,7 +79,7 @@ class LoadOptions:
         if vllm is not None and not vllm.exists():
             raise StartError(f"--vllm {vllm}: no such file; give a Python that has vllm")
         numbers = sorted({int(level) for level in levels})
-        return cls(numbers, chosen, rounds, seconds, tokens, prompts, vllm)
+        return cls(numbers, chosen, rounds, answers, tokens, prompts, vllm)
 
 
 @dataclass(slots=True)
@@ -201,7 +202,7 @@ async def _drive(
             stub = inference_pb2_grpc.InferenceStub(channel)
             asking[mode] = one, asks(stub, speculation=mode != "off")
         for one, ask in asking.values():  # the first passes are slow, and the budget learns
-            await _window(one, ask, map(request, itertools.count()), 1, options.seconds)
+            await _window(one, ask, map(request, itertools.count()), 1, WARM_UP_ANSWERS)
         result.idle_cores = await _idle_cores(list(services.values()))
         total = options.rounds * len(options.concurrency) * len(asking)
         task = progress.add_task("windows", total=total)
@@ -210,7 +211,8 @@ async def _drive(
             modes = list(options.modes)
             for mode in modes[turn:] + modes[:turn]:
                 requests = map(request, itertools.count(first_number(round_number, level)))
-                window = await _window(*asking[mode], requests, level, options.seconds)
+                answers = max(options.answers, level)
+                window = await _window(*asking[mode], requests, level, answers)
                 cell = _take(result, level, mode, window)
                 speed = f"{cell.speeds[-1]:.1f} tokens/s"
                 progress.console.print(f"{level} clients, {mode}: {speed}", highlight=False)
@@ -225,7 +227,7 @@ def first_number(round_number: int, concurrency: int) -> int:
 
 
 async def _window(
-    one: Served, ask: Ask, requests: Iterator[Request], concurrency: int, seconds: float
+    one: Served, ask: Ask, requests: Iterator[Request], concurrency: int, answers: int
 ) -> Window[Counters]:
     drafters = one.processes().get(DRAFTER, [])
 
@@ -237,7 +239,7 @@ async def _window(
             metrics["coppice_granted_nodes_total"],
         )
 
-    return await closed_loop(ask, requests, concurrency, seconds, probe)
+    return await closed_loop(ask, requests, concurrency, answers, probe)
 
 
 def _take(result: Driven, concurrency: int, mode: Mode, window: Window[Counters]) -> Cell:
@@ -272,11 +274,12 @@ async def _drive_vllm(
     """The same requests, at those of the concurrencies that vLLM is compared at."""
     tallies: dict[int, Tally] = {}
     async with vllm_server(python, model, settings) as ask:
-        await closed_loop(ask, map(request, itertools.count()), 1, options.seconds, nothing)
+        await closed_loop(ask, map(request, itertools.count()), 1, WARM_UP_ANSWERS, nothing)
         for round_number, level in itertools.product(range(options.rounds), options.concurrency):
             if level in VLLM_CONCURRENCY:
                 requests = map(request, itertools.count(first_number(round_number, level)))
-                window = await closed_loop(ask, requests, level, options.seconds, nothing)
+                answers = max(options.answers, level)
+                window = await closed_loop(ask, requests, level, answers, nothing)
                 tallies.setdefault(level, Tally()).add(window)
     return tallies
 

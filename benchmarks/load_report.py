@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -15,12 +16,14 @@ from training.picture import new_figure
 
 
 def over(load: Load, concurrency: int, others: tuple[Mode, ...]) -> float | None:
-    """Tokens/s of `auto` over the best of the others; None where not all were measured."""
-    cells = [load.driven.cells.get((concurrency, mode)) for mode in ("auto", *others)]
-    found = [cell.tally.tokens_per_second for cell in cells if cell is not None]
-    if len(found) < len(cells) or not max(found[1:]):
+    """Tokens/s of `auto` over the best of the others, median of the rounds, since windows that
+    follow each other share the machine's mood; None where not all were measured."""
+    found = [load.driven.cells.get((concurrency, mode)) for mode in ("auto", *others)]
+    cells = [cell for cell in found if cell is not None]
+    if len(cells) < len(found):
         return None
-    return found[0] / max(found[1:])
+    best = max(cells[1:], key=lambda cell: cell.tally.tokens_per_second)
+    return median(a / b for a, b in zip(cells[0].speeds, best.speeds, strict=True))
 
 
 def as_json(load: Load) -> dict[str, Any]:
@@ -31,7 +34,7 @@ def as_json(load: Load) -> dict[str, Any]:
         "setting": {
             "sets": [file.stem for file in options.prompts],
             "rounds": options.rounds,
-            "seconds": options.seconds,
+            "answers": options.answers,
             "tokens": options.tokens,
             "model": settings.model.path,
             "dtype": settings.model.dtype,
@@ -126,7 +129,8 @@ def show(load: Load, console: Console) -> None:
     found = load.latencies
     console.print(
         f"First token of a repeated prompt: {found.prefix_ttft_ratio:.3f} of a new one's time. "
-        f"Between tokens beside a long one: {found.itl_beside_prompt_ratio:.2f} times the usual. "
+        f"Between tokens beside a long one: {found.itl_beside_prompt_ratio:.2f} times the usual; "
+        f"its own first token after {found.beside_ttft / 1e3:.1f} s. "
         f"Cores busy while idle: {load.driven.idle_cores:.3f}. Tokens that differ between modes: "
         f"{load.driven.agreement.differing} of {load.driven.agreement.compared}.",
         highlight=False,

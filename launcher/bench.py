@@ -54,9 +54,9 @@ def load(
         str, typer.Option(help="auto = as set; off = plain; on = fixed budget, no guard")
     ] = "auto,off,on",
     rounds: Annotated[int, typer.Option(min=1, help="in which the modes take turns")] = 2,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="of a mode in a round, once all clients are answered")
-    ] = 5.0,
+    answers: Annotated[
+        int, typer.Option(min=1, help="of a mode in a round; one of each client at least")
+    ] = 24,
     tokens: Annotated[int, typer.Option(min=2, help="of an answer")] = 64,
     prompts: PromptSets = None,
     vllm: Annotated[
@@ -74,7 +74,7 @@ def load(
     if picture is not None:  # what is missing is said before the long work
         new_figure(1, 1)
     options = benchmark.LoadOptions.parsed(
-        concurrency, modes, rounds, seconds, tokens, prompts or default_files(), vllm
+        concurrency, modes, rounds, answers, tokens, prompts or default_files(), vllm
     )
     measured = benchmark.measure(settings, options, Console(stderr=True))
     report.show(measured, Console())

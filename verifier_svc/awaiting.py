@@ -84,6 +84,7 @@ class _Ask:
     base_length: int
     at: float
     grant: Grant
+    in_play: bool
     clean: bool  # nothing else was owed: the time until the answer is that of this tree alone
 
 
@@ -96,7 +97,8 @@ class Asks:
 
     def add(self, base_length: int, at: float, grant: Grant, in_play: bool) -> None:
         """`in_play` false: the drafter has features to pull first, which says nothing of it."""
-        self._asks.append(_Ask(base_length, at, grant, in_play and not self._asks))
+        clean = in_play and not self._asks
+        self._asks.append(_Ask(base_length, at, grant, in_play, clean))
         self._overdue = False
 
     def answered(self, base_length: int, now: float) -> tuple[Grant, float] | None:
@@ -121,6 +123,11 @@ class Asks:
     def at_work(self) -> bool:
         """Whether the drafter is. After so many asks without an answer one stops believing it."""
         return 0 < len(self._asks) <= MAX_STRIKES
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether the drafter is at work and has features to pull first."""
+        return self.at_work and not all(ask.in_play for ask in self._asks)
 
     def clear(self) -> None:
         self._asks.clear()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from coppice.tree import MAX_ROWS, DraftTree
 from verifier_svc.calibration import Calibration
+from verifier_svc.catching_up import CatchingUp, Gap
 from verifier_svc.costs import CostCurve
 
 SIZES = (1, 2, 3, 5, 7, 11, 15, 31, 63)
@@ -71,6 +72,7 @@ class Budget:
     row_budget: int
     adaptive: bool = True  # False: as many nodes as there is room for, always
     calibration: Calibration = field(default_factory=Calibration)
+    catching_up: CatchingUp = field(default_factory=CatchingUp)
     _sizes: tuple[int, ...] = field(init=False)
     _gain: dict[int, float] = field(init=False)
     _verified: dict[int, float] = field(init=False)  # nodes that are left of a tree's n
@@ -196,11 +198,13 @@ class Budget:
 
     # ---- the choice --------------------------------------------------------
 
-    def choose(self, decoding: int, reading: bool = False) -> Grant:
-        """For one of `decoding` sessions, some of which may be `reading` their prompts. All
-        sessions of a pass are granted the same: their trees are drafted together, so what trees of
-        a size take is known only where all are of it."""
+    def choose(self, decoding: int, reading: bool = False, gap: Gap | None = None) -> Grant:
+        """For one of `decoding` sessions, some of which may be `reading` their prompts; `gap` is
+        what its drafter lacks, if it does. All sessions of a pass are granted the same, for their
+        trees are drafted together, so what trees of a size take is known only where all are of it;
+        but not those whose drafters would catch up in vain."""
         decoding = max(1, decoding)
+        self.catching_up.committed(decoding, reading)
         if reading:  # where cores are shared, trees beside prompts lose more than they bring
             return Grant(0, decoding, once=True)
         sizes = self._fitting(decoding)
@@ -214,7 +218,14 @@ class Budget:
             nodes = self._next(sizes, decoding)
             self._granted = Grant(nodes, decoding, once=self._speculating and not nodes)
         self._left -= 1
+        if gap is not None and self._speculating and not self._pays(gap, decoding):
+            return Grant(0, decoding, once=True)
         return self._granted
+
+    def _pays(self, gap: Gap, decoding: int) -> bool:
+        """Whether catching up does, while trees do."""
+        fastest = max(self.speed(size, decoding) for size in self._fitting(decoding))
+        return self.catching_up.pays(gap, 1 / self.speed(0, decoding) - 1 / fastest)
 
     def _next(self, sizes: Sequence[int], decoding: int) -> int:
         """The best number, or for a pass or a few another one."""
@@ -238,7 +249,10 @@ class Budget:
             return nodes
         trees = 1 if nodes else _TRIAL_TREES
         loss = self._loss(other, nodes, decoding)
-        if self._unexplored < trees * loss / _EXPLORE_LOSS * decoding:
+        lost = trees * loss  # tokens of each session
+        if not nodes:
+            lost += self.catching_up.usual_seconds * self.speed(0, decoding)
+        if self._unexplored < lost / _EXPLORE_LOSS * decoding:
             return nodes
         self._unexplored = 0
         self._round += 1

@@ -13,6 +13,7 @@ from coppice.tree import DraftTree
 from protos import verifier_pb2
 from verifier_svc.awaiting import Asks, Patience
 from verifier_svc.budget import Budget, Grant
+from verifier_svc.catching_up import Gap
 from verifier_svc.session import DraftLink, Session
 
 
@@ -123,6 +124,16 @@ def pause(session: Session) -> None:
         draft.link.send(verifier_pb2.VerifierItem(paused=paused))
 
 
+def gap(session: Session) -> Gap | None:
+    """What the session's drafter has to catch up with before it drafts: all, or what came since it
+    was told to pause. None where it is in play."""
+    draft = session.draft
+    if draft.known > 0 and not draft.told_paused:
+        return None
+    length = len(session.tokens)
+    return Gap(length - draft.known, length - session.prompt_length, session.stopper.left)
+
+
 def tell_committed(
     session: Session, grant: Grant, accepted: int, now: float, features: FeatureSource
 ) -> bool:
@@ -139,7 +150,7 @@ def tell_committed(
         return False
     length = len(session.tokens)
     # Only a drafter that is in play gets features pushed; after a gap it pulls.
-    in_play = draft.known > 0 and not draft.told_paused
+    in_play = gap(session) is None
     features_from = draft.known - 1 if in_play else length - 1
     rows = session.slots[features_from : length - 1] if draft.link.wants_features else []
     committed = verifier_pb2.Committed(

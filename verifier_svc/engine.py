@@ -285,9 +285,9 @@ class Engine:
     def tell_committed(self, session: Session, accepted: int, running: Running) -> None:
         if session.draft.link is None:
             return
-        grant = Grant(0, running.sessions)
+        grant, gap = Grant(0, running.sessions), drafting.gap(session)
         if not self.guard.closed:
-            grant = self.budget.choose(running.sessions, running.reading)
+            grant = self.budget.choose(running.sessions, running.reading, gap)
         self.metrics.node_budget.set(grant.nodes)
         self.metrics.grants.inc()
         self.metrics.granted_nodes.inc(grant.nodes)
@@ -296,6 +296,8 @@ class Engine:
             draft = session.draft
             draft.awaited = draft.patience.awaits(grant, now, self.budget)
             draft.gain = draft.patience.gain(grant.nodes, self.budget)
+            if gap is not None:
+                self.budget.catching_up.begins(gap.positions)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free, or owned by exactly one session or node

@@ -75,6 +75,10 @@ class PrefillPace:
                 break
         return [tokens for tokens, _ in chosen]
 
+    def foretold(self, rows: int, parts: Sequence[Part]) -> float | None:
+        """Seconds of a pass of `rows` and these parts; None while nothing was measured."""
+        return self.alone(rows) + self._error * self._adds(rows, parts) or None
+
     def observe(self, rows: int, parts: Sequence[Part], seconds: float) -> None:
         """A pass of `rows` and these parts took so long."""
         alone, foretold = self.alone(rows), self._adds(rows, parts)

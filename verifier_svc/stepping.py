@@ -49,6 +49,7 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
         drafting.give_up(engine.sessions[share.session_id], now, engine.budget)
     works = [_take(engine, share) for share in shares]
     drafting_beside = any(work.session.draft.asks.at_work for work in works)
+    catching_up = any(work.session.draft.asks.catching_up for work in works)
     parts = [(len(work.slots), len(work.session.slots)) for work in works if work.prefill]
     started = time.monotonic()
     logits = engine.runner.run([_rows(work) for work in works])
@@ -63,13 +64,16 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     engine.timings.verify += verified - started
     engine.timings.commit += done - verified
     engine.metrics.verify_latency.observe(verified - started)
-    if drafting_beside:  # perhaps on the same cores: it says little of other passes
-        return
+    seconds = done - started
     rows = sum(work.tree.rows for work in works if not work.prefill)
-    if not parts:
-        engine.budget.observe_step(rows, done - started)
+    if drafting_beside:  # perhaps on the same cores: it says little of other passes
+        foretold = engine.pace.foretold(rows, parts) if rows else None
+        if catching_up and foretold is not None:
+            engine.budget.catching_up.delayed(seconds - foretold)
+    elif not parts:
+        engine.budget.observe_step(rows, seconds)
     elif rows:
-        engine.pace.observe(rows, parts, done - started)
+        engine.pace.observe(rows, parts, seconds)
 
 
 def _take(engine: "Engine", share: Share) -> Work:
@@ -124,6 +128,7 @@ def _commit(engine: "Engine", work: Work, logits: Tensor) -> int | None:
         session.slots.extend(kept)
     _report(engine, work, walked, logprobs, finish)
     if finish is not None:
+        engine.budget.catching_up.ended(len(session.tokens) - session.prompt_length)
         engine.close(session, None)
         return None
     if session.untaken > engine.settings.verifier.max_untaken:

@@ -104,33 +104,38 @@ def test_sets_take_turns_and_every_prompt_is_asked_greedily_and_sampled() -> Non
     assert len({each.number for each in asked}) == 24
 
 
-async def test_the_window_begins_when_all_clients_are_answered_and_nothing_runs_after_it() -> None:
-    running, most, first_answers = 0, 0, 0
+@pytest.mark.parametrize(("clients", "answers"), [(5, 5), (5, 12), (1, 3)])
+async def test_the_window_holds_the_first_answers_whole_and_nothing_runs_after_it(
+    clients: int, answers: int
+) -> None:
+    running, most, ended = 0, 0, 0
 
     async def ask(request: Request) -> AsyncGenerator[Piece, None]:
-        nonlocal running, most, first_answers
+        nonlocal running, most, ended
         running += 1
         most = max(most, running)
         try:
-            await asyncio.sleep(0)
-            first_answers += 1
             for token in range(request.tokens):
-                yield Piece([token])
                 await asyncio.sleep(0)
+                yield Piece([token])
+            ended += 1
         finally:
             running -= 1
 
     async def probe() -> int:
-        return first_answers
+        return ended
 
-    requests = (Request(number, (1,), 0.0, 3) for number in itertools.count())
-    window = await closed_loop(ask, requests, 5, 0.02, probe)
-    assert most == 5
-    assert running == 0
-    assert window.before >= 5
-    assert window.after > window.before
-    assert window.end - window.start >= 0.02
+    # Every third takes longer, so that they do not end in the order they began in.
+    requests = (Request(n, (1,), 0.0, 9 if n % 3 == 0 else 2) for n in itertools.count())
+    window = await closed_loop(ask, requests, clients, answers, probe)
+    assert (most, running) == (clients, 0)
+    assert window.before == 0
+    assert window.after >= answers
     assert [each.request.number for each in window.heard] == list(range(len(window.heard)))
+    assert len(window.heard) >= window.after + clients
+    for each in window.heard[:answers]:
+        assert each.tokens == list(range(each.request.tokens))
+        assert window.start < each.times[-1] <= window.end
 
 
 async def test_what_a_request_raises_ends_the_load() -> None:
@@ -144,13 +149,13 @@ async def test_what_a_request_raises_ends_the_load() -> None:
 
     requests = (Request(number, (1,), 0.0, 3) for number in itertools.count())
     with pytest.raises(ValueError, match="refused"):
-        await closed_loop(ask, requests, 2, 30.0, probe)
+        await closed_loop(ask, requests, 2, 1000, probe)
 
 
 def parsed(**changed: object) -> LoadOptions:
     given = {"concurrency": "1,8", "modes": "auto,off,on", "vllm": None}
     return LoadOptions.parsed(
-        **{**given, **changed}, rounds=1, seconds=1.0, tokens=8, prompts=[Path("x.jsonl")]
+        **{**given, **changed}, rounds=1, answers=1, tokens=8, prompts=[Path("x.jsonl")]
     )
 
 
