@@ -201,7 +201,7 @@ class Simulation:
         if not parts:
             self._budget.observe_step(rows, self._now - self._started)
         elif rows:
-            self._pace.observe(rows, parts, self._now - self._started)
+            self._pace.observe(rows, [], parts, self._now - self._started)
 
     def _walk(self, session: Session, nodes: int) -> None:
         accepted = expected = 0.0

@@ -84,7 +84,7 @@ class _Ask:
     base_length: int
     at: float
     grant: Grant
-    in_play: bool
+    caught_up: bool
     clean: bool  # nothing else was owed: the time until the answer is that of this tree alone
 
 
@@ -95,10 +95,10 @@ class Asks:
     _asks: list[_Ask] = field(default_factory=list[_Ask])
     _overdue: bool = False  # the last one: what it takes is worth knowing in any case
 
-    def add(self, base_length: int, at: float, grant: Grant, in_play: bool) -> None:
-        """`in_play` false: the drafter has features to pull first, which says nothing of it."""
-        clean = in_play and not self._asks
-        self._asks.append(_Ask(base_length, at, grant, in_play, clean))
+    def add(self, base_length: int, at: float, grant: Grant, caught_up: bool) -> None:
+        """`caught_up` false: the drafter has to do that first, which says nothing of it."""
+        clean = caught_up and not self._asks
+        self._asks.append(_Ask(base_length, at, grant, caught_up, clean))
         self._overdue = False
 
     def answered(self, base_length: int, now: float) -> tuple[Grant, float] | None:
@@ -126,8 +126,8 @@ class Asks:
 
     @property
     def catching_up(self) -> bool:
-        """Whether the drafter is at work and has features to pull first."""
-        return self.at_work and not all(ask.in_play for ask in self._asks)
+        """Whether the drafter is at work on that."""
+        return self.at_work and not all(ask.caught_up for ask in self._asks)
 
     def clear(self) -> None:
         self._asks.clear()

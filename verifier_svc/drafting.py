@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coppice.errors import MalformedDraft
-from coppice.tree import DraftTree
+from coppice.tree import MAX_ROWS, DraftTree
 from protos import verifier_pb2
 from verifier_svc.awaiting import Asks, Patience
 from verifier_svc.budget import Budget, Grant
@@ -124,18 +124,23 @@ def pause(session: Session) -> None:
         draft.link.send(verifier_pb2.VerifierItem(paused=paused))
 
 
-def gap(session: Session) -> Gap | None:
+def gap_of(session: Session) -> Gap | None:
     """What the session's drafter has to catch up with before it drafts: all, or what came since it
-    was told to pause. None where it is in play."""
-    draft = session.draft
-    if draft.known > 0 and not draft.told_paused:
+    was told to pause, or while no trees were wanted. None where it is no more than a tree can
+    bring."""
+    draft, length = session.draft, len(session.tokens)
+    if draft.in_play and length - draft.known <= MAX_ROWS:
         return None
-    length = len(session.tokens)
     return Gap(length - draft.known, length - session.prompt_length, session.stopper.left)
 
 
 def tell_committed(
-    session: Session, grant: Grant, accepted: int, now: float, features: FeatureSource
+    session: Session,
+    grant: Grant,
+    gap: Gap | None,
+    accepted: int,
+    now: float,
+    features: FeatureSource,
 ) -> bool:
     """After a commit: sends what the next tree needs, or Paused when none is wanted. Returns
     whether a tree was asked for."""
@@ -150,8 +155,7 @@ def tell_committed(
         return False
     length = len(session.tokens)
     # Only a drafter that is in play gets features pushed; after a gap it pulls.
-    in_play = gap(session) is None
-    features_from = draft.known - 1 if in_play else length - 1
+    features_from = draft.known - 1 if draft.in_play else length - 1
     rows = session.slots[features_from : length - 1] if draft.link.wants_features else []
     committed = verifier_pb2.Committed(
         session_id=session.session_id,
@@ -168,8 +172,8 @@ def tell_committed(
     )
     draft.link.send(verifier_pb2.VerifierItem(committed=committed))
     draft.known, draft.told_paused, draft.granted = length, False, grant.nodes
-    draft.asks.add(length, now, grant, in_play)
-    if not in_play:
+    draft.asks.add(length, now, grant, caught_up=gap is None)
+    if gap is not None:
         draft.patience.bench()
     return True
 

@@ -285,14 +285,14 @@ class Engine:
     def tell_committed(self, session: Session, accepted: int, running: Running) -> None:
         if session.draft.link is None:
             return
-        grant, gap = Grant(0, running.sessions), drafting.gap(session)
+        grant, gap = Grant(0, running.sessions), drafting.gap_of(session)
         if not self.guard.closed:
             grant = self.budget.choose(running.sessions, running.reading, gap)
         self.metrics.node_budget.set(grant.nodes)
         self.metrics.grants.inc()
         self.metrics.granted_nodes.inc(grant.nodes)
         now = time.monotonic()
-        if drafting.tell_committed(session, grant, accepted, now, self._features):
+        if drafting.tell_committed(session, grant, gap, accepted, now, self._features):
             draft = session.draft
             draft.awaited = draft.patience.awaits(grant, now, self.budget)
             draft.gain = draft.patience.gain(grant.nodes, self.budget)

@@ -47,8 +47,9 @@ class SessionView:
 @dataclass(frozen=True, slots=True)
 class Limits:
     prefill_chunk: int  # prompt tokens of one pass
-    # The same, while others decode with so many rows: for each of the prompts that get any.
-    prefill_beside: Callable[[int, Sequence[SessionView]], Sequence[int]]
+    # The same, while others decode with so many rows behind such contexts: for each of the prompts
+    # that get any.
+    prefill_beside: Callable[[int, Sequence[int], Sequence[SessionView]], Sequence[int]]
     row_budget: int  # tree rows of one pass
     step_seconds: Callable[[int], float]  # of a pass with so many rows
     headroom: int  # slots that an admission leaves for the first steps
@@ -98,7 +99,7 @@ def plan(views: Sequence[SessionView], available: int, limits: Limits, now: floa
     shares = _decode_shares(decoding, limits)
     if shares:
         rows = sum(share.rows + share.nodes for share in shares)
-        parts = limits.prefill_beside(rows, prefilling)
+        parts = limits.prefill_beside(rows, [view.context for view in decoding], prefilling)
         reading = [Share(v.session_id, part) for v, part in zip(prefilling, parts, strict=False)]
     else:
         reading = _prefill_shares(prefilling, limits.prefill_chunk)

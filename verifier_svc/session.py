@@ -65,6 +65,11 @@ class DraftState:
     patience: Patience = field(default_factory=Patience)
     asks: Asks = field(default_factory=Asks)
 
+    @property
+    def in_play(self) -> bool:
+        """Whether its drafter has been told of the session, and has not been told to pause."""
+        return self.known > 0 and not self.told_paused
+
     def forget_tree(self) -> None:
         self.tree = self.drafted = None
         self.draft_id = 0

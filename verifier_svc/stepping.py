@@ -51,6 +51,8 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     drafting_beside = any(work.session.draft.asks.at_work for work in works)
     catching_up = any(work.session.draft.asks.catching_up for work in works)
     parts = [(len(work.slots), len(work.session.slots)) for work in works if work.prefill]
+    decoding = [len(work.session.slots) for work in works if not work.prefill]
+    rows = sum(work.tree.rows for work in works if not work.prefill)
     started = time.monotonic()
     logits = engine.runner.run([_rows(work) for work in works])
     verified = time.monotonic()
@@ -65,15 +67,17 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     engine.timings.commit += done - verified
     engine.metrics.verify_latency.observe(verified - started)
     seconds = done - started
-    rows = sum(work.tree.rows for work in works if not work.prefill)
+    if not rows:
+        return
     if drafting_beside:  # perhaps on the same cores: it says little of other passes
-        foretold = engine.pace.foretold(rows, parts) if rows else None
+        foretold = engine.pace.foretold(rows, decoding, parts)
         if catching_up and foretold is not None:
             engine.budget.catching_up.delayed(seconds - foretold)
-    elif not parts:
+    elif parts:
+        engine.pace.observe(rows, decoding, parts, seconds)
+    else:
         engine.budget.observe_step(rows, seconds)
-    elif rows:
-        engine.pace.observe(rows, parts, seconds)
+        engine.pace.observe_alone(decoding)
 
 
 def _take(engine: "Engine", share: Share) -> Work:

@@ -93,26 +93,26 @@ def test_a_drafter_that_is_never_in_time_costs_ever_fewer_waits(history: list[st
 
 def test_asks_time_only_what_was_asked_of_an_idle_drafter() -> None:
     asks, seven, three = Asks(), Grant(7, 1), Grant(3, 1)
-    asks.add(10, at=1.0, grant=seven, in_play=True)
+    asks.add(10, at=1.0, grant=seven, caught_up=True)
     assert asks.overdue(1.5) == (seven, 0.5)
-    asks.add(11, at=2.0, grant=seven, in_play=True)
+    asks.add(11, at=2.0, grant=seven, caught_up=True)
     assert asks.overdue(2.5) is None  # still busy with the one before
     assert asks.answered(10, 3.0) == (seven, 2.0)
     assert asks.answered(11, 3.5) is None
-    asks.add(12, at=4.0, grant=three, in_play=False)
+    asks.add(12, at=4.0, grant=three, caught_up=False)
     assert asks.answered(12, 9.0) is None  # features were pulled
-    asks.add(13, at=10.0, grant=three, in_play=True)
+    asks.add(13, at=10.0, grant=three, caught_up=True)
     assert asks.answered(13, 10.25) == (three, 0.25)
     assert asks.answered(13, 11.0) is None
 
 
 def test_a_draft_beside_a_pass_is_not_timed_unless_it_was_overdue() -> None:
     asks, three = Asks(), Grant(3, 1)
-    asks.add(10, at=1.0, grant=three, in_play=True)
+    asks.add(10, at=1.0, grant=three, caught_up=True)
     asks.disturb()
     assert asks.overdue(1.5) is None
     assert asks.answered(10, 2.0) is None
-    asks.add(11, at=3.0, grant=three, in_play=True)
+    asks.add(11, at=3.0, grant=three, caught_up=True)
     assert asks.overdue(4.0) == (three, 1.0)
     asks.disturb()
     assert asks.answered(11, 5.0) == (three, 2.0), "so slow it is"
@@ -122,10 +122,10 @@ def test_a_drafter_is_at_work_until_it_has_answered_or_is_not_believed_any_more(
     asks = Asks()
     assert not asks.at_work
     for length in range(MAX_STRIKES):
-        asks.add(length, 0.0, Grant(1, 1), in_play=True)
+        asks.add(length, 0.0, Grant(1, 1), caught_up=True)
         assert asks.at_work
     asks.answered(MAX_STRIKES - 1, 1.0)
     assert not asks.at_work
     for length in range(10, 11 + MAX_STRIKES):
-        asks.add(length, 0.0, Grant(1, 1), in_play=True)
+        asks.add(length, 0.0, Grant(1, 1), caught_up=True)
     assert not asks.at_work

@@ -3,7 +3,7 @@
 import random
 import struct
 from collections.abc import Callable
-from itertools import cycle, pairwise
+from itertools import chain, cycle, pairwise, repeat
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from coppice.models.decoder import Decoder
 from coppice.request import SamplingParams, StoppingParams
+from coppice.tree import MAX_ROWS
 from kernels.batch import AttentionBatch, Segment
 from protos import common_pb2, verifier_pb2
 from verifier_svc import drafting
@@ -381,6 +382,29 @@ def test_no_tree_is_asked_for_while_a_prompt_is_read_and_its_drafter_stays_in_pl
     assert longest.base_length - longest.start >= 6, "what came meanwhile is told at once"
     assert longest.features_from == longest.start - 1
     assert not link.sent("paused")
+
+
+@pytest.mark.parametrize(("plain_passes", "lags"), [(MAX_ROWS - 2, False), (MAX_ROWS, True)])
+def test_nobody_waits_for_a_drafter_that_has_much_to_read_first(
+    new_bench, new_link, monkeypatch: pytest.MonkeyPatch, plain_passes: int, lags: bool
+) -> None:
+    bench = new_bench()
+    wanted, unwanted = Grant(1, 1), Grant(0, 1, once=True)
+    grants = chain([wanted] * 3, [unwanted] * plain_passes, [wanted], repeat(unwanted))
+    monkeypatch.setattr(Budget, "choose", lambda *_: next(grants))
+    timed: list[Grant] = []
+    monkeypatch.setattr(Budget, "observe_draft", lambda _, grant, seconds: timed.append(grant))
+    link = new_link(bench.engine, lambda message: tree(message, [1], [0]))
+    stopping = StoppingParams(max_tokens=2 * MAX_ROWS, ignore_eos=True)
+    session = bench.open("a", PROMPT, stopping=stopping)
+    link.join("a")
+    while len(link.sent("committed")) < 4:
+        bench.engine.step(block=False)
+    assert session.draft.patience.benched == lags
+    before = len(timed)
+    bench.run()
+    assert len(link.sent("committed")) == 4
+    assert len(timed) - before == (not lags), "what it reads is no part of what trees take"
 
 
 def test_passes_beside_a_draft_are_not_timed_unless_its_drafter_is_silent_or_gone(

@@ -163,9 +163,9 @@ class House:
         assert not self.sessions, "somebody never gets through"
 
 
-def at_most(tokens: int) -> Callable[[int, Sequence[SessionView]], list[int]]:
+def at_most(tokens: int) -> Callable[[int, Sequence[int], Sequence[SessionView]], list[int]]:
     """Parts of one prompt at a time."""
-    return lambda rows, prompts: [min(tokens, prompt.pending) for prompt in prompts[:1]]
+    return lambda rows, decoding, prompts: [min(tokens, prompts[0].pending)] if prompts else []
 
 
 def limits(chunk: int = 16, beside: int = 5, row_budget: int = 24, headroom: int = 6) -> Limits:

@@ -11,7 +11,7 @@ from verifier_svc.awaiting import Awaited
 from verifier_svc.scheduler import Limits, Plan, SessionView, Share, admits, plan
 
 
-def five(rows: int, prompts: Sequence[SessionView]) -> list[int]:
+def five(rows: int, decoding: Sequence[int], prompts: Sequence[SessionView]) -> list[int]:
     parts: list[int] = []
     for prompt in prompts:
         parts.append(min(5 - sum(parts), prompt.pending))
@@ -68,17 +68,18 @@ def test_prompts_are_read_in_smaller_chunks_while_others_decode() -> None:
 
 
 def test_parts_of_prompts_are_measured_by_all_who_decode_and_by_their_contexts() -> None:
-    asked: list[tuple[int, Sequence[SessionView]]] = []
+    asked: list[tuple[int, Sequence[int], Sequence[SessionView]]] = []
 
-    def beside(rows: int, prompts: Sequence[SessionView]) -> list[int]:
-        asked.append((rows, prompts))
+    def beside(rows: int, decoding: Sequence[int], prompts: Sequence[SessionView]) -> list[int]:
+        asked.append((rows, decoding, prompts))
         return [2, 1]
 
     prompts = [SessionView("first", 9, context=40), SessionView("second", 7)]
-    views = [view("tree", nodes=3), awaits("awaits", gain=0.0), view("plain"), *prompts]
+    plain = SessionView("plain", 1, context=300)
+    views = [view("tree", nodes=3), awaits("awaits", gain=0.0), plain, *prompts]
     shares = plan(views, 100, replace(LIMITS, prefill_beside=beside), 0.0).shares
     assert shares[3:] == (Share("first", 2), Share("second", 1))
-    assert asked == [(4 + 1 + 1, prompts)]
+    assert asked == [(4 + 1 + 1, [0, 0, 300], prompts)]
 
 
 def test_trees_are_cut_to_the_row_budget() -> None:
@@ -151,7 +152,7 @@ def test_what_a_pass_reads_besides_counts_in_what_trees_are_worth(
     limits = replace(
         LIMITS,
         step_seconds=lambda rows: 1.0 if rows < 20 else 0.05,
-        prefill_beside=lambda rows, prompts: [reading],
+        prefill_beside=lambda rows, decoding, prompts: [reading],
     )
     prompts = [view("prompt", pending=99)] if reading else []
     views = [*many(2, view("plain")), *many(2, awaits("late", gain=1.2))]
