@@ -177,9 +177,9 @@ class Simulation:
         session.patience.missed()
 
     def _commit(self) -> None:
-        decoding = len(self._sessions)
         rows = 0
         parts: list[Part] = []
+        committed: list[Session] = []
         for share in self._running:
             session = self._sessions[share.session_id]
             if session.pending > 1:
@@ -191,10 +191,14 @@ class Simulation:
             else:
                 rows += share.rows + share.nodes
             self._walk(session, share.nodes)
-            self._ask(session, decoding)
-            if session.left <= 0:
+            if session.left > 0:
+                committed.append(session)
+            else:
                 del self._sessions[session.name]
                 session.drafter.due.pop(session, None)
+        reading = any(each.pending > 1 for each in self._sessions.values())
+        for session in committed:
+            self._ask(session, reading)
         self._running = ()
         if self._beside:
             return
@@ -218,10 +222,10 @@ class Simulation:
         if self._counts:
             self.outcome.tokens += 1 + expected
 
-    def _ask(self, session: Session, decoding: int) -> None:
+    def _ask(self, session: Session, reading: bool) -> None:
+        decoding = len(self._sessions)
         grant = Grant(0, decoding)
         if self._mode != "off" and not self._guard.closed:
-            reading = any(each.pending > 1 for each in self._sessions.values())
             grant = self._budget.choose(decoding, reading)
         if self._counts:
             self.outcome.grants += 1

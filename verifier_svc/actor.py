@@ -6,8 +6,8 @@ import os
 from coppice.registry import Heartbeat, WorkerRecord
 from coppice.settings import Settings
 from coppice.telemetry import configure_logging
-from verifier_svc.engine import Timings
 from verifier_svc.followers import Followers, meeting_address, node_address
+from verifier_svc.metrics import Timings
 from verifier_svc.service import VerifierService
 
 _TELL_SECONDS = 1.0

@@ -24,24 +24,13 @@ from verifier_svc import drafting, stepping
 from verifier_svc.budget import Budget, Grant
 from verifier_svc.guard import Guard
 from verifier_svc.inbox import Inbox
-from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.metrics import Timings, VerifierMetrics
 from verifier_svc.pacing import PrefillPace
 from verifier_svc.planning import PassPlan, plan_pass
 from verifier_svc.runner import Runner
 from verifier_svc.scheduler import Limits
 from verifier_svc.session import DraftLink, Session, StepEvent
 from verifier_svc.slot_pool import SlotPool
-
-
-@dataclass(slots=True)
-class Timings:
-    """Seconds spent, summed over passes; read by the benchmarks."""
-
-    passes: int = 0
-    wait: float = 0.0  # for drafts and messages, with sessions running
-    plan: float = 0.0
-    verify: float = 0.0
-    commit: float = 0.0  # sample, walk, tell
 
 
 @dataclass(frozen=True, slots=True)

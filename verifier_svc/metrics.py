@@ -1,5 +1,6 @@
-"""What a verifier tells Prometheus."""
+"""What a verifier tells Prometheus, and the benchmarks."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -13,6 +14,17 @@ if TYPE_CHECKING:
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6)
 _MEAN_WEIGHT = 0.02
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds spent, summed over passes; read by the benchmarks."""
+
+    passes: int = 0
+    wait: float = 0.0  # for drafts and messages, with sessions running
+    plan: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0  # sample, walk, tell
 
 
 class VerifierMetrics:
