@@ -38,8 +38,7 @@ from launcher.terminal import steps
 from protos import common_pb2, inference_pb2, inference_pb2_grpc
 from training.evaluation_prompts import DEFAULT_FOLDER, SETS
 from verifier_svc.engine import Engine
-from verifier_svc.metrics import Timings
-from verifier_svc.metrics import VerifierMetrics
+from verifier_svc.metrics import Timings, VerifierMetrics
 from verifier_svc.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0)
