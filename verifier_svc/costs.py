@@ -1,7 +1,7 @@
 """What something takes by its size, learned from measurements. Pure policy."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 # Of a measurement in a running mean, at least: the first ones count alike.
 _WEIGHT = 0.1
@@ -27,23 +27,27 @@ class CostCurve:
     """
 
     proportional: bool
-    _points: dict[int, _Point] = field(default_factory=dict[int, _Point])
+    # In ascending order, and with them the means of the sizes in each.
+    _buckets: list[int] = field(default_factory=list[int])
+    _points: list[_Point] = field(default_factory=list[_Point])
 
     def observe(self, size: int, seconds: float) -> None:
         bucket = _bucket(size)
-        point = self._points.get(bucket)
-        if point is None:
+        at = bisect_left(self._buckets, bucket)
+        if self._buckets[at : at + 1] != [bucket]:
             between = self._between(size)
-            point = self._points[bucket] = _Point(size, between or seconds)
+            self._buckets.insert(at, bucket)
+            self._points.insert(at, _Point(size, between or seconds))
             if between is None:
                 return
+        point = self._points[at]
         point.measurements += 1
         weight = max(_WEIGHT, 1 / point.measurements)
         before = point.seconds
         point.size += weight * (size - point.size)
         point.seconds += weight * (seconds - point.seconds)
         common = (point.seconds / before) ** _COMMON if before > 0 else 1.0
-        for other in self._points.values():
+        for other in self._points:
             if other is not point:
                 other.seconds *= common
 
@@ -54,20 +58,19 @@ class CostCurve:
         between = self._between(size)
         if between is not None:
             return between
-        smallest = min(self._points.values(), key=lambda point: point.size)
-        if size <= smallest.size:
-            return smallest.seconds
-        last = max(self._points.values(), key=lambda point: point.size)
+        first, last = self._points[0], self._points[-1]
+        if size <= first.size:
+            return first.seconds
         return last.seconds * (size / last.size if self.proportional else 1.0)
 
     def _between(self, size: int) -> float | None:
         """What a size takes of which smaller and larger ones were measured."""
-        points = sorted(self._points.values(), key=lambda point: point.size)
-        for below, above in pairwise(points):
-            if below.size <= size <= above.size:
-                share = (size - below.size) / (above.size - below.size)
-                return below.seconds + share * (above.seconds - below.seconds)
-        return None
+        at = bisect_left(self._points, size, key=lambda point: point.size)
+        if not 0 < at < len(self._points):
+            return None
+        below, above = self._points[at - 1], self._points[at]
+        share = (size - below.size) / (above.size - below.size)
+        return below.seconds + share * (above.seconds - below.seconds)
 
 
 def _bucket(size: int) -> int:
