@@ -1,6 +1,7 @@
 """Sessions and their committed tokens in Redis, for other gateways to find."""
 
 import logging
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from coppice.redis_calls import close_client, one_line, redis_client, run_calls
 logger = logging.getLogger(__name__)
 
 LIVE_KEY = "coppice:sessions"
+RENEW_PART = 0.25  # of a session's time, after which it gets all of it again
 
 
 def session_key(session_id: str) -> str:
@@ -50,6 +52,12 @@ class SessionStore:
     def __init__(self, client: Redis, ttl_seconds: int) -> None:
         self._client = client
         self._ttl = ttl_seconds
+
+    @property
+    def renew_seconds(self) -> float:
+        """How often a log is to ask for its time anew: not at every token, which would be most of
+        what a token costs here."""
+        return RENEW_PART * self._ttl
 
     @classmethod
     async def connect(cls, url: str, ttl_seconds: int) -> Self:
@@ -86,14 +94,15 @@ class SessionStore:
             calls.expire(LIVE_KEY, self._ttl)
             await run_calls(calls)
 
-    async def append(self, session_id: str, tokens: Sequence[int]) -> None:
-        """Adds committed tokens to the log, and gives the session its full time again."""
-        async with self._client.pipeline(transaction=True) as calls:
+    async def append(self, session_id: str, tokens: Sequence[int], renew: bool) -> None:
+        """Adds committed tokens to the log; with `renew`, gives the session its full time again."""
+        async with self._client.pipeline(transaction=renew) as calls:
             calls.rpush(log_key(session_id), *tokens)
-            calls.expire(log_key(session_id), self._ttl)
-            calls.expire(session_key(session_id), self._ttl)
-            calls.zadd(LIVE_KEY, {session_id: time.time() + self._ttl})
-            calls.expire(LIVE_KEY, self._ttl)
+            if renew:
+                calls.expire(log_key(session_id), self._ttl)
+                calls.expire(session_key(session_id), self._ttl)
+                calls.zadd(LIVE_KEY, {session_id: time.time() + self._ttl})
+                calls.expire(LIVE_KEY, self._ttl)
             await run_calls(calls)
 
     async def finish(self, session_id: str) -> None:
@@ -101,6 +110,7 @@ class SessionStore:
         async with self._client.pipeline(transaction=True) as calls:
             calls.hset(session_key(session_id), "state", "finished")
             calls.expire(session_key(session_id), self._ttl)
+            calls.expire(log_key(session_id), self._ttl)
             calls.zrem(LIVE_KEY, session_id)
             await run_calls(calls)
 
@@ -132,6 +142,7 @@ class SessionLog:
         self._session_id = session_id
         self._on_error = on_error
         self._complete = True
+        self._renew_at = -math.inf  # of time.monotonic
 
     async def register(self, record: SessionRecord) -> None:
         """Without Redis the answer comes all the same; only resuming it elsewhere is lost."""
@@ -145,10 +156,14 @@ class SessionLog:
     async def append(self, tokens: Sequence[int]) -> None:
         if not self._complete or not tokens:
             return
+        now = time.monotonic()
+        renew = now >= self._renew_at
         try:
-            await self._store.append(self._session_id, tokens)
+            await self._store.append(self._session_id, tokens, renew)
         except Unavailable as error:
             self._fail(error)
+        if renew:
+            self._renew_at = now + self._store.renew_seconds
 
     async def close(self, finished: bool) -> None:
         """Keeps the record of a finished answer for a while, and removes any other."""
