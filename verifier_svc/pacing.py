@@ -27,7 +27,7 @@ _BEYOND = 1.5
 _FORGET, _PRIOR = 0.1, 3.0
 # What is less or more of what was foretold is not due to the parts.
 _LEAST_ERROR, _MOST_ERROR = 0.5, 3.0
-_MOST_FIXED = 1.0
+_MOST_FIXED = 0.4  # half of what the bound leaves, or a disturbed machine would hardly read
 # A pass that is further off than this part of one without parts was disturbed by something else.
 _DISTURBED = 1.0
 
