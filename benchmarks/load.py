@@ -81,6 +81,10 @@ class LoadOptions:
         numbers = sorted({int(level) for level in levels})
         return cls(numbers, chosen, rounds, answers, tokens, prompts, vllm)
 
+    def answers_of(self, clients: int) -> int:
+        """How many of so many clients' answers make a round."""
+        return max(self.answers, clients)
+
 
 @dataclass(slots=True)
 class Cell:
@@ -211,8 +215,7 @@ async def _drive(
             modes = list(options.modes)
             for mode in modes[turn:] + modes[:turn]:
                 requests = map(request, itertools.count(first_number(round_number, level)))
-                answers = max(options.answers, level)
-                window = await _window(*asking[mode], requests, level, answers)
+                window = await _window(*asking[mode], requests, level, options.answers_of(level))
                 cell = _take(result, level, mode, window)
                 speed = f"{cell.speeds[-1]:.1f} tokens/s"
                 progress.console.print(f"{level} clients, {mode}: {speed}", highlight=False)
@@ -278,7 +281,7 @@ async def _drive_vllm(
         for round_number, level in itertools.product(range(options.rounds), options.concurrency):
             if level in VLLM_CONCURRENCY:
                 requests = map(request, itertools.count(first_number(round_number, level)))
-                answers = max(options.answers, level)
+                answers = options.answers_of(level)
                 window = await closed_loop(ask, requests, level, answers, nothing)
                 tallies.setdefault(level, Tally()).add(window)
     return tallies

@@ -218,8 +218,6 @@ class Budget:
             self._left = decoding
             nodes = self._next(sizes, decoding)
             self._granted = Grant(nodes, decoding, once=self._speculating and not nodes)
-            fastest = max(self.speed(size, decoding) for size in sizes)
-            self._saved = 1 / self.speed(0, decoding) - 1 / fastest
         self._left -= 1
         if gap is not None and self._speculating and not self.catching_up.pays(gap, self._saved):
             return Grant(0, decoding, once=True)
@@ -280,6 +278,8 @@ class Budget:
     def _best(self, sizes: Sequence[int], decoding: int) -> int:
         """The number that promises most."""
         best = max(sizes, key=lambda size: self.speed(size, decoding))
+        fastest, plain = self.speed(best, decoding), self.speed(0, decoding)
         margin = 1.0 if self._speculating else _MARGIN
-        self._speculating = self.speed(best, decoding) > margin * self.speed(0, decoding)
+        self._speculating = fastest > margin * plain
+        self._saved = 1 / plain - 1 / fastest
         return best if self._speculating else 0

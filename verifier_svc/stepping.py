@@ -16,6 +16,7 @@ from coppice.tree import DraftTree
 from kernels import ops
 from protos import common_pb2
 from verifier_svc import drafting
+from verifier_svc.pacing import Part
 from verifier_svc.runner import Rows
 from verifier_svc.scheduler import Share
 from verifier_svc.session import Logprobs, Session, StepEvent
@@ -42,17 +43,36 @@ class Work:
         return len(self.slots) >= self.session.pending
 
 
+@dataclass(frozen=True, slots=True)
+class _Mix:
+    """What the time of a pass depends on, as it is when the pass begins."""
+
+    rows: int  # of sessions that decode
+    decoding: list[int]  # their contexts
+    parts: list[Part]  # of prompts
+    drafting_beside: bool  # perhaps on the same cores
+    catching_up: bool
+
+    @classmethod
+    def of(cls, works: Sequence[Work]) -> "_Mix":
+        decoding = [work for work in works if not work.prefill]
+        asks = [work.session.draft.asks for work in works]
+        return cls(
+            sum(work.tree.rows for work in decoding),
+            [len(work.session.slots) for work in decoding],
+            [(len(work.slots), len(work.session.slots)) for work in works if work.prefill],
+            any(each.at_work for each in asks),
+            any(each.catching_up for each in asks),
+        )
+
+
 def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     """Runs the planned shares, whose slots fit, and commits what comes of them."""
     now = time.monotonic()
     for share in shares:
         drafting.give_up(engine.sessions[share.session_id], now, engine.budget)
     works = [_take(engine, share) for share in shares]
-    drafting_beside = any(work.session.draft.asks.at_work for work in works)
-    catching_up = any(work.session.draft.asks.catching_up for work in works)
-    parts = [(len(work.slots), len(work.session.slots)) for work in works if work.prefill]
-    decoding = [len(work.session.slots) for work in works if not work.prefill]
-    rows = sum(work.tree.rows for work in works if not work.prefill)
+    mix = _Mix.of(works)
     started = time.monotonic()
     logits = engine.runner.run([_rows(work) for work in works])
     verified = time.monotonic()
@@ -66,18 +86,23 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     engine.timings.verify += verified - started
     engine.timings.commit += done - verified
     engine.metrics.verify_latency.observe(verified - started)
-    seconds = done - started
-    if not rows:
-        return
-    if drafting_beside:  # perhaps on the same cores: it says little of other passes
-        foretold = engine.pace.foretold(rows, decoding, parts)
-        if catching_up and foretold is not None:
+    if mix.rows:
+        _learn(engine, mix, done - started)
+
+
+def _learn(engine: "Engine", mix: _Mix, seconds: float) -> None:
+    """Of a pass with sessions that decode. One beside a drafter says little of other passes."""
+    if mix.catching_up:
+        foretold = engine.pace.foretold(mix.rows, mix.decoding, mix.parts)
+        if foretold is not None:
             engine.budget.catching_up.delayed(seconds - foretold)
-    elif parts:
-        engine.pace.observe(rows, decoding, parts, seconds)
+    elif mix.drafting_beside:
+        return
+    elif mix.parts:
+        engine.pace.observe(mix.rows, mix.decoding, mix.parts, seconds)
     else:
-        engine.budget.observe_step(rows, seconds)
-        engine.pace.observe_alone(decoding)
+        engine.budget.observe_step(mix.rows, seconds)
+        engine.pace.observe_alone(mix.decoding)
 
 
 def _take(engine: "Engine", share: Share) -> Work:
