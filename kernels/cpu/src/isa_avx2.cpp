@@ -11,6 +11,8 @@ namespace avx2 {
 namespace {
 #include "vec_avx2.hpp"
 #include "elements.hpp"
+#include "blocks.hpp"
+#include "blocks_avx2.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
 #include "chunk.hpp"

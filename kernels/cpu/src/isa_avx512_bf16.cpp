@@ -12,6 +12,7 @@ namespace avx512_bf16 {
 namespace {
 #include "vec_avx512.hpp"
 #include "elements.hpp"
+#include "blocks.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
 #include "chunk.hpp"

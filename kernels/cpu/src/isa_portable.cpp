@@ -5,6 +5,7 @@ namespace portable {
 namespace {
 #include "vec_portable.hpp"
 #include "elements.hpp"
+#include "blocks.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
 #include "chunk.hpp"

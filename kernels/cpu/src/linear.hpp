@@ -2,76 +2,6 @@
 // of one accumulator, however many rows the call has: a row's bits depend on that row alone.
 #pragma once
 
-constexpr int64_t kBlock = 32;  // outputs of a block: two panels of 16
-
-// Brings weights near while others are multiplied: the processor's own prefetchers fall behind a
-// stream whose lines are worked on for long. What is far comes into the second-level cache, spread
-// over the passes that are made over a block, so that memory does not rest.
-struct Fetch {
-  const char* far;
-  int passes;
-  int waited = 0;  // calls since the last line, of two passes or more
-
-  inline void next(const void* w) {
-    constexpr int64_t kNear = 2048;
-    __builtin_prefetch(static_cast<const char*>(w) + kNear, 0, 3);
-    __builtin_prefetch(static_cast<const char*>(w) + kNear + 64, 0, 3);
-    if (passes == 1) {
-      __builtin_prefetch(far, 0, 2);
-      __builtin_prefetch(far + 64, 0, 2);
-      far += 128;
-    } else if ((waited += 2) >= passes) {
-      __builtin_prefetch(far, 0, 2);
-      far += 64;
-      waited = 0;
-    }
-  }
-};
-
-// One panel of a block for R rows: x [units][R], w [units][32] -> 16 of out [R][32]. With so many
-// rows both panels' sums do not fit the registers.
-template <class U, class X, int R>
-inline void panel(const U* w, const X* x, int64_t units, Fetch& fetched, float* out) {
-  Fetch fetch = fetched;  // in registers
-  constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));
-  V acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
-    if (u % kEvery == 0) fetch.next(w);
-    dots(acc, w, [x](int r) { return x[r]; });
-  }
-  for (int r = 0; r < R; ++r) store(out + r * kBlock, acc[r]);
-  fetched = fetch;
-}
-
-// One block for R rows: x [units][R], w [units][32] -> out [R][32].
-template <class U, class X, int R>
-inline void block(const U* w, const X* x, int64_t units, Fetch& fetched, float* out) {
-  if constexpr (R > kRowsOfBlock) {
-    panel<U, X, R>(w, x, units, fetched, out);
-    return panel<U, X, R>(w + 16, x, units, fetched, out + 16);
-  }
-  Fetch fetch = fetched;
-  constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));  // units in two lines
-  V acc[R][2];
-  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
-  for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
-    if (u % kEvery == 0) fetch.next(w);
-    const auto w0 = load_weights(w), w1 = load_weights(w + 16);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const auto value = broadcast(x[r]);
-      acc[r][0] = dot(acc[r][0], w0, value);
-      acc[r][1] = dot(acc[r][1], w1, value);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    store(out + r * kBlock, acc[r][0]);
-    store(out + r * kBlock + 16, acc[r][1]);
-  }
-  fetched = fetch;
-}
-
 template <class U, class X>
 using Block = void (*)(const U*, const X*, int64_t, Fetch&, float*);
 
@@ -81,21 +11,23 @@ inline Block<U, X> block_of(int rows, std::integer_sequence<int, R...>) {
   return table[rows - 1];
 }
 
-// How rows are cut into groups of nearly equal size that fit the registers.
-struct Groups {
-  int64_t rows, count;
-  explicit Groups(int64_t rows) : rows(rows), count((rows + kMostRows - 1) / kMostRows) {}
-  int64_t begin(int64_t group) const { return rows * group / count; }
-};
+// How rows are cut into groups that fit the registers: where each begins, and the end of all.
+inline const std::vector<int64_t>& groups_of(int64_t rows) {
+  auto& begins = kept<std::vector<int64_t>>();
+  begins.assign(1, 0);
+  while (begins.back() < rows) begins.push_back(begins.back() + rows_of_group(rows - begins.back()));
+  return begins;
+}
 
 // Groups of rows side by side, [units][rows of the group], so that a block reads one stream.
 template <class T, class W>
-inline void interleave(const T* x, int64_t k, const Groups& groups, Operand<T, W>* out) {
+inline void interleave(const T* x, int64_t k, const std::vector<int64_t>& groups,
+                       Operand<T, W>* out) {
   using U = typename Unit<T, W>::type;
   constexpr int64_t kSize = Unit<T, W>::size;
   const int64_t whole = k / kSize, units = (k + kSize - 1) / kSize;
-  over_rows(groups.count, units * kMostRows, [&](int64_t group) {
-    const int64_t first = groups.begin(group), count = groups.begin(group + 1) - first;
+  over_rows(int64_t(groups.size()) - 1, units * kMostRows, [&](int64_t group) {
+    const int64_t first = groups[group], count = groups[group + 1] - first;
     for (int64_t r = 0; r < count; ++r) {
       const T* row = x + (first + r) * k;
       Operand<T, W>* to = out + first * units + r;
@@ -152,7 +84,8 @@ inline void linear_as(const LinearArgs& args) {
   using U = typename Unit<T, W>::panel;
   using X = Operand<T, W>;
   const int64_t k = args.weight.k, units = (k + Unit<T, W>::size - 1) / Unit<T, W>::size;
-  const Groups groups(args.rows);
+  const auto& groups = groups_of(args.rows);
+  const auto count = int64_t(groups.size()) - 1;
   auto& scratch = kept<std::vector<X>>();
   if (scratch.size() < size_t(args.rows * units)) scratch.resize(args.rows * units);
   interleave<T, W>(static_cast<const T*>(args.x), k, groups, scratch.data());
@@ -162,14 +95,17 @@ inline void linear_as(const LinearArgs& args) {
   // One pass: far ahead in the stream. Several: the next block, while this one is reused.
   constexpr int64_t kFar = 8192;
   const int64_t size = units * kBlock * int64_t(sizeof(U));
-  const int passes = int(groups.count) * (args.rows > groups.count * kRowsOfBlock ? 2 : 1);
+  int passes = 0;
+  for (int64_t group = 0; group < count; ++group) {
+    passes += groups[group + 1] - groups[group] > kRowsOfBlock ? 2 : 1;
+  }
   parallel(blocks, [&](int64_t index) {
     const U* w = weight + index * units * kBlock;
-    Fetch fetch{reinterpret_cast<const char*>(w) + (passes == 1 ? kFar : size), passes};
+    Fetch fetch{reinterpret_cast<const char*>(w) + (passes == 1 ? kFar : size), 128 / passes};
     alignas(64) float acc[kMostRows * kBlock];
     [[maybe_unused]] const Mode<T> mode;
-    for (int64_t group = 0; group < groups.count; ++group) {
-      const int64_t first = groups.begin(group), rows = groups.begin(group + 1) - first;
+    for (int64_t group = 0; group < count; ++group) {
+      const int64_t first = groups[group], rows = groups[group + 1] - first;
       const auto run = block_of<U, X>(int(rows), std::make_integer_sequence<int, kMostRows>());
       run(w, x + first * units, units, fetch, acc);
       for (int64_t r = 0; r < rows; ++r) {

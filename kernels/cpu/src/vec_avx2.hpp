@@ -5,7 +5,14 @@ struct V {
   __m256 a, b;
 };
 constexpr int kMostRows = 6;  // 6 rows x a panel of two registers, of 16
-constexpr int kRowsOfBlock = 2;
+constexpr int kRowsOfBlock = 3;  // 3 rows x a block of two panels
+// Fewer than 10 sums leave the multipliers waiting for what is added before, as four rows of a panel
+// do: 5 + 5, not 6 + 4, and what is left over with three rows or fewer.
+inline int64_t rows_of_group(int64_t left) {
+  if (left <= kMostRows) return left;
+  const int64_t rest = left % kMostRows;
+  return rest == 0 || rest == 3 || rest == 5 ? kMostRows : kMostRows - 1;
+}
 constexpr int kQueries = 6;  // likewise, x 1 vector of keys or values
 constexpr int kSums = 6;
 

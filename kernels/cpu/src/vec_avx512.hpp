@@ -6,6 +6,10 @@ struct V {
 };
 constexpr int kMostRows = 12;  // 12 rows x 2 panels of accumulators, of 32 registers
 constexpr int kRowsOfBlock = 12;
+// Of nearly equal size.
+inline int64_t rows_of_group(int64_t left) {
+  return left / ((left + kMostRows - 1) / kMostRows);
+}
 constexpr int kQueries = 4;    // 4 queries x 4 vectors of keys or values
 constexpr int kSums = 16;
 
@@ -106,12 +110,25 @@ inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
 }
 #endif
 
+inline void in_order() {}  // see vec_common.hpp: registers are many
+
 // `dot` for R rows, x(r) of each.
 template <int R, class U, class F>
 inline void dots(V (&acc)[R], const U* w, const F& x) {
   const auto weights = load_weights(w);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r] = dot(acc[r], weights, broadcast(x(r)));
+}
+// Likewise for both panels of a block.
+template <int R, class U, class X>
+inline void dots_of_block(V (&first)[R], V (&second)[R], const U* w, const X* x) {
+  const auto w0 = load_weights(w), w1 = load_weights(w + 16);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const auto value = broadcast(x[r]);
+    first[r] = dot(first[r], w0, value);
+    second[r] = dot(second[r], w1, value);
+  }
 }
 
 // out[u * stride + i] = rows[i][u] for 16 rows and 16 units.

@@ -63,6 +63,10 @@ inline V dot(V acc, const Weights<float>& w, V x) { return fma(w.w, x, acc); }
 inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
   return fma(w.w.low, x.low, fma(w.w.high, x.high, acc));
 }
+// Where registers are few: what stands before it is loaded before what stands behind it. Compilers
+// would else load so much at once that sums no longer fit into registers.
+inline void in_order() { __asm__ volatile("" ::: "memory"); }
+
 // `dot` for R rows, x(r) of each: all high halves first, so that half of a weight is in registers at
 // a time.
 template <int R, class F>
@@ -79,4 +83,12 @@ inline void dots(V (&acc)[R], const U* w, const F& x) {
   const V weights = load(w);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r] = fma(weights, set1(x(r)), acc[r]);
+}
+// Likewise for both panels of a block, one after the other: a row is loaded twice, or its values would
+// take the registers of sums.
+template <int R, class U, class X>
+inline void dots_of_block(V (&first)[R], V (&second)[R], const U* w, const X* x) {
+  dots(first, w, [x](int r) { return x[r]; });
+  __asm__("" : "+r"(x));
+  dots(second, w + 16, [x](int r) { return x[r]; });
 }

@@ -6,6 +6,7 @@ struct V {
 };
 constexpr int kMostRows = 2;
 constexpr int kRowsOfBlock = 2;
+inline int64_t rows_of_group(int64_t left) { return left < kMostRows ? left : kMostRows; }
 constexpr int kQueries = 1;
 constexpr int kSums = 4;
 
