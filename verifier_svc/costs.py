@@ -8,6 +8,9 @@ _WEIGHT = 0.1
 # Of what one point's change says of all others: a machine that is slower now is so everywhere,
 # while what is not done is not measured.
 _COMMON = 0.25
+# Measurements of a point that began as a straight line's: they correct the line, and say nothing of
+# the machine.
+_SETTLING = 10
 _FEW = 8  # sizes that are told apart
 
 
@@ -15,6 +18,7 @@ _FEW = 8  # sizes that are told apart
 class _Point:
     size: float
     seconds: float
+    settling: int  # measurements until it tells of others
     measurements: int = 1
 
 
@@ -37,15 +41,19 @@ class CostCurve:
         if self._buckets[at : at + 1] != [bucket]:
             between = self._between(size)
             self._buckets.insert(at, bucket)
-            self._points.insert(at, _Point(size, between or seconds))
             if between is None:
+                self._points.insert(at, _Point(size, seconds, 0))
                 return
+            self._points.insert(at, _Point(size, between, _SETTLING))
         point = self._points[at]
         point.measurements += 1
         weight = max(_WEIGHT, 1 / point.measurements)
         before = point.seconds
         point.size += weight * (size - point.size)
         point.seconds += weight * (seconds - point.seconds)
+        if point.settling:
+            point.settling -= 1
+            return
         common = (point.seconds / before) ** _COMMON if before > 0 else 1.0
         for other in self._points:
             if other is not point:

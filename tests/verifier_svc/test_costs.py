@@ -44,3 +44,12 @@ def test_a_first_measurement_between_others_counts_as_much_as_they_do() -> None:
     made = curve({4: 1.0, 8: 3.0})
     made.observe(6, 4.0)
     assert made.seconds(6) == pytest.approx(3.0)  # of 4, and 2 by the neighbours
+
+
+def test_a_bent_curve_does_not_look_like_a_slower_machine() -> None:
+    made = curve({1: 1.0, 16: 16.0})
+    for size in (4, 5, 6, 7, 8):  # all of them take twice as long as the line says
+        for _ in range(50):
+            made.observe(size, 2.0 * size)
+    assert made.seconds(4) == pytest.approx(8.0, rel=0.05)
+    assert made.seconds(1) == pytest.approx(1.0, rel=0.05)
