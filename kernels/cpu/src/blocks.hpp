@@ -2,6 +2,8 @@
 #pragma once
 
 constexpr int64_t kBlock = 32;  // outputs of a block: two panels of 16
+template <class U>
+constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));  // units in two lines
 
 // Brings weights near while others are multiplied: the processor's own prefetchers fall behind a
 // stream whose lines are worked on for long. What is far comes into the second-level cache, spread
@@ -25,11 +27,10 @@ struct Fetch {
 template <class U, class X, int R>
 inline void panel(const U* w, const X* x, int64_t units, Fetch& fetched, float* out) {
   Fetch fetch = fetched;  // in registers
-  constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));
   V acc[R];
   for (int r = 0; r < R; ++r) acc[r] = zero();
   for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
-    if (u % kEvery == 0) fetch.next(w);
+    if (u % kEvery<U> == 0) fetch.next(w);
     dots(acc, w, [x](int r) { return x[r]; });
   }
   for (int r = 0; r < R; ++r) store(out + r * kBlock, acc[r]);
@@ -41,20 +42,20 @@ template <class U, class X, int R>
 inline void block(const U* w, const X* x, int64_t units, Fetch& fetched, float* out) {
   if constexpr (R > kRowsOfBlock) {
     panel<U, X, R>(w, x, units, fetched, out);
-    return panel<U, X, R>(w + 16, x, units, fetched, out + 16);
+    panel<U, X, R>(w + 16, x, units, fetched, out + 16);
+  } else {
+    Fetch fetch = fetched;
+    V first[R], second[R];
+    for (int r = 0; r < R; ++r) first[r] = zero();
+    for (int r = 0; r < R; ++r) second[r] = zero();
+    for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
+      if (u % kEvery<U> == 0) fetch.next(w);
+      dots_of_block(first, second, w, x);
+    }
+    for (int r = 0; r < R; ++r) {
+      store(out + r * kBlock, first[r]);
+      store(out + r * kBlock + 16, second[r]);
+    }
+    fetched = fetch;
   }
-  Fetch fetch = fetched;
-  constexpr int64_t kEvery = 128 / (kBlock * sizeof(U));  // units in two lines
-  V first[R], second[R];
-  for (int r = 0; r < R; ++r) first[r] = zero();
-  for (int r = 0; r < R; ++r) second[r] = zero();
-  for (int64_t u = 0; u < units; ++u, w += kBlock, x += R) {
-    if (u % kEvery == 0) fetch.next(w);
-    dots_of_block(first, second, w, x);
-  }
-  for (int r = 0; r < R; ++r) {
-    store(out + r * kBlock, first[r]);
-    store(out + r * kBlock + 16, second[r]);
-  }
-  fetched = fetch;
 }
