@@ -10,7 +10,7 @@ _WEIGHT = 0.1
 _COMMON = 0.25
 # Measurements of a point that began as a straight line's: they correct the line, and say nothing of
 # the machine.
-_SETTLING = 10
+_SETTLING = 3
 _FEW = 8  # sizes that are told apart
 
 
