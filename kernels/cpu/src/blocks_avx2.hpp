@@ -7,7 +7,8 @@ alignas(32) constexpr uint32_t kHighHalves[8] = {0xffff0000u, 0xffff0000u, 0xfff
                                                  0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 
 #define COPPICE_ZERO(a) "vxorps %%ymm" #a ", %%ymm" #a ", %%ymm" #a "\n\t"
-// Weights [8 * at, 8 * at + 8) of a unit, of each pair the low half. The high half: see below.
+// Weights [8 * at, 8 * at + 8) of a unit, of each pair one half; the mask of the high ones is in 15.
+#define COPPICE_HIGH(at, to) "vpand 32*" #at "(%[w]), %%ymm15, %%ymm" #to "\n\t"
 #define COPPICE_LOW(at, to)                    \
   "vmovdqu 32*" #at "(%[w]), %%ymm" #to "\n\t" \
   "vpslld $16, %%ymm" #to ", %%ymm" #to "\n\t"
@@ -40,8 +41,7 @@ alignas(32) constexpr uint32_t kHighHalves[8] = {0xffff0000u, 0xffff0000u, 0xfff
                  "ymm10", "ymm11", "ymm12", "ymm13", "ymm14", "ymm15", "cc", "memory");           \
   fetched.far = far;
 
-// Panels: sums in 0 to 11, a row's two by its place; weights in 12 and 13, the mask in 15.
-#define COPPICE_HIGH(at, to) "vpand 32*" #at "(%[w]), %%ymm15, %%ymm" #to "\n\t"
+// Panels: sums in 0 to 11, a row's two by its place; weights in 12 and 13.
 #define COPPICE_ROW(half, r, a, b) \
   COPPICE_VALUE(r, half, 14) COPPICE_FMA(12, 14, a) COPPICE_FMA(13, 14, b)
 #define COPPICE_ROWS4(half)                                                         \
@@ -71,8 +71,8 @@ COPPICE_PANEL(4)
 COPPICE_PANEL(5)
 COPPICE_PANEL(6)
 
-// A block of three rows: sums in 0 to 11, the rows' values in 12 to 14, weights in 15, so that the
-// mask is in memory.
+// A block of three rows: sums in 0 to 11, the rows' values in 12 to 14, weights in 15, where
+// the mask is loaded first.
 #define COPPICE_THREE(a, b, c) COPPICE_FMA(15, 12, a) COPPICE_FMA(15, 13, b) COPPICE_FMA(15, 14, c)
 #define COPPICE_VALUES(half) \
   COPPICE_VALUE(0, half, 12) COPPICE_VALUE(1, half, 13) COPPICE_VALUE(2, half, 14)

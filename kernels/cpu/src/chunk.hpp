@@ -70,6 +70,12 @@ struct Query {
 // Vectors of keys, or of a head's values, that are worked on at once for n queries.
 constexpr int vectors_at_once(int n) { return std::clamp(kSums / n, 1, 4); }
 
+// Where registers are few: what stands before it is loaded before what stands behind it. Compilers
+// would else load so much at once that sums no longer fit into registers.
+inline void in_order() {
+  if constexpr (kSums < 8) __asm__ volatile("" ::: "memory");
+}
+
 // f with `count`, of 1 to Most, as a constant.
 template <int Most, class F>
 inline void with_size(int64_t count, const F& f) {

@@ -11,23 +11,29 @@ inline Block<U, X> block_of(int rows, std::integer_sequence<int, R...>) {
   return table[rows - 1];
 }
 
-// How rows are cut into groups that fit the registers: where each begins, and the end of all.
-inline const std::vector<int64_t>& groups_of(int64_t rows) {
-  auto& begins = kept<std::vector<int64_t>>();
-  begins.assign(1, 0);
-  while (begins.back() < rows) begins.push_back(begins.back() + rows_of_group(rows - begins.back()));
-  return begins;
+struct Group {
+  int64_t first, rows;
+};
+
+// How rows are cut into groups that fit the registers.
+inline const std::vector<Group>& groups_of(int64_t rows) {
+  auto& groups = kept<std::vector<Group>>();
+  groups.clear();
+  for (int64_t first = 0; first < rows; first += groups.back().rows) {
+    groups.push_back({first, rows_of_group(rows - first)});
+  }
+  return groups;
 }
 
 // Groups of rows side by side, [units][rows of the group], so that a block reads one stream.
 template <class T, class W>
-inline void interleave(const T* x, int64_t k, const std::vector<int64_t>& groups,
+inline void interleave(const T* x, int64_t k, const std::vector<Group>& groups,
                        Operand<T, W>* out) {
   using U = typename Unit<T, W>::type;
   constexpr int64_t kSize = Unit<T, W>::size;
   const int64_t whole = k / kSize, units = (k + kSize - 1) / kSize;
-  over_rows(int64_t(groups.size()) - 1, units * kMostRows, [&](int64_t group) {
-    const int64_t first = groups[group], count = groups[group + 1] - first;
+  over_rows(int64_t(groups.size()), units * kMostRows, [&](int64_t group) {
+    const auto [first, count] = groups[group];
     for (int64_t r = 0; r < count; ++r) {
       const T* row = x + (first + r) * k;
       Operand<T, W>* to = out + first * units + r;
@@ -85,7 +91,6 @@ inline void linear_as(const LinearArgs& args) {
   using X = Operand<T, W>;
   const int64_t k = args.weight.k, units = (k + Unit<T, W>::size - 1) / Unit<T, W>::size;
   const auto& groups = groups_of(args.rows);
-  const auto count = int64_t(groups.size()) - 1;
   auto& scratch = kept<std::vector<X>>();
   if (scratch.size() < size_t(args.rows * units)) scratch.resize(args.rows * units);
   interleave<T, W>(static_cast<const T*>(args.x), k, groups, scratch.data());
@@ -96,16 +101,13 @@ inline void linear_as(const LinearArgs& args) {
   constexpr int64_t kFar = 8192;
   const int64_t size = units * kBlock * int64_t(sizeof(U));
   int passes = 0;
-  for (int64_t group = 0; group < count; ++group) {
-    passes += groups[group + 1] - groups[group] > kRowsOfBlock ? 2 : 1;
-  }
+  for (const Group& group : groups) passes += group.rows > kRowsOfBlock ? 2 : 1;
   parallel(blocks, [&](int64_t index) {
     const U* w = weight + index * units * kBlock;
     Fetch fetch{reinterpret_cast<const char*>(w) + (passes == 1 ? kFar : size), 128 / passes};
     alignas(64) float acc[kMostRows * kBlock];
     [[maybe_unused]] const Mode<T> mode;
-    for (int64_t group = 0; group < count; ++group) {
-      const int64_t first = groups[group], rows = groups[group + 1] - first;
+    for (const auto& [first, rows] : groups) {
       const auto run = block_of<U, X>(int(rows), std::make_integer_sequence<int, kMostRows>());
       run(w, x + first * units, units, fetch, acc);
       for (int64_t r = 0; r < rows; ++r) {

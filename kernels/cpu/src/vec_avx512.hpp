@@ -110,8 +110,6 @@ inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
 }
 #endif
 
-inline void in_order() {}  // see vec_common.hpp: registers are many
-
 // `dot` for R rows, x(r) of each.
 template <int R, class U, class F>
 inline void dots(V (&acc)[R], const U* w, const F& x) {

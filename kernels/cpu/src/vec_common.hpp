@@ -63,10 +63,6 @@ inline V dot(V acc, const Weights<float>& w, V x) { return fma(w.w, x, acc); }
 inline V dot(V acc, const Weights<bf16>& w, const Two& x) {
   return fma(w.w.low, x.low, fma(w.w.high, x.high, acc));
 }
-// Where registers are few: what stands before it is loaded before what stands behind it. Compilers
-// would else load so much at once that sums no longer fit into registers.
-inline void in_order() { __asm__ volatile("" ::: "memory"); }
-
 // `dot` for R rows, x(r) of each: all high halves first, so that half of a weight is in registers at
 // a time.
 template <int R, class F>
