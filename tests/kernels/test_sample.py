@@ -166,6 +166,18 @@ def test_every_id_has_exactly_its_part_of_the_unit_interval(
     assert params.draw(backend, rows, uniforms).tolist() == expected
 
 
+def test_more_than_have_any_mass_are_all(backend: CpuBackend) -> None:
+    """Also where the lowest of them is as far from the highest as rounding makes it."""
+    uniforms = torch.rand(8, dtype=torch.float64)
+    for seed in range(200):
+        row = row_of("holes", 400, seed)
+        finite = int(row.isfinite().sum())
+        drawn = Params(100.0).draw(backend, row.expand(8, -1), uniforms)
+        for top_k in (finite, finite + 1, 399):
+            limited = Params(100.0, top_k=top_k).draw(backend, row.expand(8, -1), uniforms)
+            assert torch.equal(limited, drawn)
+
+
 def test_the_ends_are_the_first_and_the_last_id_with_mass(backend: CpuBackend) -> None:
     row = torch.full((700,), -torch.inf)
     row[[5, 300, 699]] = torch.tensor([0.0, 30.0, 0.0])

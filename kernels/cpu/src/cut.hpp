@@ -53,13 +53,15 @@ class Cut {
     if (size <= kFew || low == high) return finish(size);
     // Falling in the logit, rounding included.
     const double scale = (kBuckets - 1) / (double(high) - low);
-    const auto bucket = [&](int64_t i) {
-      return int64_t((double(high) - all_.logits[members[i]]) * scale);
-    };
+    const auto bucket_of = [=](float logit) { return int64_t((double(high) - logit) * scale); };
+    const auto bucket = [&](int64_t i) { return bucket_of(all_.logits[members[i]]); };
     double sums[kBuckets] = {};
     for (int64_t i = 0; i < size; ++i) sums[bucket(i)] += amount_(members[i]);
+    // Where all together don't come to the bound, the last one; by rounding it may be the last but
+    // one of all buckets.
+    const int64_t last = bucket_of(low);
     int64_t chosen = 0;
-    while (chosen < kBuckets - 1 && before_ + sums[chosen] < bound_) before_ += sums[chosen++];
+    while (chosen < last && before_ + sums[chosen] < bound_) before_ += sums[chosen++];
     int64_t next = 0;
     for (int64_t i = 0; i < size; ++i) {
       const bool stays = bucket(i) == chosen;
