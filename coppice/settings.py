@@ -129,6 +129,9 @@ class DrafterSettings(Group):
     count: int = Field(default=1, ge=0, le=64, description="workers; 0 = plain decoding")
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all cores")
     kv_slots: int = Field(default=16384, ge=64, description="tokens that the draft KV cache holds")
+    quantization: Literal["auto", "none", "int8"] = Field(
+        default="auto", description="of its weights; auto = int8 on a CPU with our kernels"
+    )
 
 
 class GuardSettings(Group):

@@ -8,7 +8,7 @@ from coppice.models.heads.loading import load_head, shipped_head
 from coppice.models.hub import Progress, resolve_model
 from coppice.models.loading import load_embeddings, read_config
 from coppice.models.medusa import load_medusa
-from coppice.models.placement import choose_device, choose_dtype
+from coppice.models.placement import choose_device, choose_dtype, choose_quantization
 from coppice.settings import Settings, SpeculationSettings
 from drafter_svc.draft_model import load_draft_model
 from drafter_svc.drafter import Drafter
@@ -41,18 +41,21 @@ def _with_weights(
     speculation, slots = settings.speculation, settings.drafter.kv_slots
     device = choose_device(settings.model.device)
     dtype = choose_dtype(settings.model.dtype, device)
+    quantize = choose_quantization(
+        settings.drafter.quantization, dtype, device, "drafter.quantization"
+    )
     target = resolve_model(settings.model.path, settings.cache_dir)
     config = read_config(target, settings.model.max_context)
     if kind == "model":
         path = draft_model_path(settings)
-        network = load_draft_model(path, target, config.vocab_size, dtype, device)
+        network = load_draft_model(path, target, config.vocab_size, dtype, device, quantize)
         return GrowingDrafter(network, slots, policy or tree_policy(speculation, EAGLE_PATHS))
     embedding, lm_head = load_embeddings(target, config, dtype, device)
     path = speculation.head or shipped_head()
     if kind == "medusa":
-        heads = load_medusa(path, config, lm_head, dtype, device)
+        heads = load_medusa(path, config, lm_head, dtype, device, quantize)
         return MedusaDrafter(heads, policy or tree_policy(speculation, MEDUSA_PATHS))
-    head = load_head(path, config, embedding, lm_head, dtype, device)
+    head = load_head(path, config, embedding, lm_head, dtype, device, quantize)
     network = EagleNetwork(head)
     return GrowingDrafter(network, slots, policy or tree_policy(speculation, EAGLE_PATHS))
 

@@ -50,13 +50,19 @@ class DraftModel:
 
 
 def load_draft_model(
-    path: Path, target: Path, vocab_size: int, dtype: torch.dtype, device: torch.device
+    path: Path,
+    target: Path,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: bool = False,
 ) -> DraftModel:
-    """The model in the checkpoint directory `path` for the target in the directory `target`, whose
-    config says `vocab_size`. Raises StartError (one line) that names both sides of a misfit."""
+    """The model in the checkpoint directory `path`, in int8 with `quantize`, for the target in the
+    directory `target`, whose config says `vocab_size`. Raises StartError (one line) that names
+    both sides of a misfit."""
     check_vocabularies(path, target)
     identity = f"{path.resolve().name}@{target_hash(path)[:12]}"
-    return DraftModel(identity, load_target(path, dtype, device), vocab_size)
+    return DraftModel(identity, load_target(path, dtype, device, quantize=quantize), vocab_size)
 
 
 def check_vocabularies(path: Path, target: Path) -> None:

@@ -35,7 +35,7 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None) 
     """
     path = Path(name).expanduser()
     if name.lower() == DEFAULT_MODEL:
-        return _converted(_default_gguf(), cache_dir, progress)
+        return _converted(default_gguf(), cache_dir, progress)
     if path.is_dir():
         return _checked(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -59,7 +59,7 @@ def _checked(directory: Path) -> Path:
     return directory
 
 
-def _default_gguf() -> Path:
+def default_gguf() -> Path:
     """The file in the installed wheel, whose code is not imported: it would load llama.cpp."""
     spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
     for directory in (spec and spec.submodule_search_locations) or ():

@@ -58,10 +58,11 @@ def load_medusa(
     lm_head: Tensor,
     dtype: torch.dtype,
     device: torch.device,
+    quantize: bool = False,
 ) -> MedusaHeads:
-    """The heads in the directory `path` for a target with `lm_head` [vocab, hidden], which serves
-    each of them that stores none. Raises StartError (one line) that names both sides of a misfit.
-    """
+    """The heads in the directory `path`, in int8 with `quantize`, for a target with `lm_head`
+    [vocab, hidden], which serves each of them that stores none. Raises StartError (one line) that
+    names both sides of a misfit."""
     blocks, least = _shape(path)
     stored = _open(path)
     count = 0
@@ -73,16 +74,17 @@ def load_medusa(
             f"head {path}: medusa_num_heads is {least}, the file holds {count}: {MEND}"
         )
     read = partial(stored.read, dtype=dtype, device=device)
-    hidden, shared = target.hidden_size, ops.pack(lm_head.to(device=device, dtype=dtype))
+    pack = partial(ops.pack, quantize=quantize)
+    hidden, shared = target.hidden_size, pack(lm_head.to(device=device, dtype=dtype))
 
     def block(head: int, index: int) -> tuple[Weight, Tensor]:
         name = f"{head}.{index}.linear"
         weight = read(f"{name}.weight", (hidden, hidden))
-        return ops.pack(weight), read(f"{name}.bias", (hidden,))
+        return pack(weight), read(f"{name}.bias", (hidden,))
 
     def words(head: int) -> Weight:
         name = f"{head}.{blocks}.weight"
-        return ops.pack(read(name, (target.vocab_size, hidden))) if name in stored else shared
+        return pack(read(name, (target.vocab_size, hidden))) if name in stored else shared
 
     heads = tuple(
         MedusaHead(tuple(block(head, index) for index in range(blocks)), words(head))

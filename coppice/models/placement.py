@@ -34,17 +34,21 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def choose_quantization(name: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the weights are to be int8. Raises StartError where they cannot be."""
+def choose_quantization(
+    name: str, dtype: torch.dtype, device: torch.device, setting: str = "model.quantization"
+) -> bool:
+    """Whether the weights are to be int8; `auto`: where they can be. Raises StartError, which names
+    the setting, where they are to be and cannot."""
     if name == "none":
         return False
-    if not ops.quantizes(dtype, device):
+    possible = ops.quantizes(dtype, device)
+    if not possible and name != "auto":
         kernels = f" ({ops.describe()})" if device.type == "cpu" else ""
         raise StartError(
-            f"model.quantization = {name}: needs bfloat16 or float32 on a CPU with the native "
+            f"{setting} = {name}: needs bfloat16 or float32 on a CPU with the native "
             f"kernels, this is {dtype_name(dtype)} on {device.type}{kernels}"
         )
-    return True
+    return possible
 
 
 def fingerprint(

@@ -108,17 +108,21 @@ def answers(
     return said
 
 
-def speculating(models: Path, speculation: Mapping[str, object]) -> Settings:
+def speculating(
+    models: Path, speculation: Mapping[str, object], quantization: str = "none"
+) -> Settings:
     given = [key for key in ("head", "draft_model") if key in speculation]
     named = {key: str(models / str(speculation[key])) for key in given}
     return Settings.model_validate(
         {
             "model": {"path": str(models / "target"), "dtype": "float32"},
             "speculation": {"budget": "fixed", **speculation, **named},
+            "drafter": {"quantization": quantization},
         }
     )
 
 
+@pytest.mark.parametrize("quantization", ["none", "auto"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("speculation", "least"),
@@ -142,9 +146,10 @@ def test_the_answer_is_the_plain_one(
     speculation: dict[str, object],
     least: int,
     sampling: SamplingParams,
+    quantization: str,
 ) -> None:
     """`least`: of the drafted tokens have to be accepted, or nothing was tried."""
-    settings = speculating(models, speculation)
+    settings = speculating(models, speculation, quantization)
     plain = answers(runner, settings, sampling, plain=True)
     drafted = answers(runner, settings, sampling)
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]

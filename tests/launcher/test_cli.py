@@ -61,6 +61,7 @@ def test_every_flag_fills_its_setting() -> None:
         "verifier.placement": "spread",
         "verifier.prefix_cache": "False",
         "drafter.kv_slots": "64",
+        "drafter.quantization": "none",
         "cache_dir": "/cache",
         "log_level": "debug",
     }

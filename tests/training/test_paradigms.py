@@ -57,6 +57,7 @@ def comparison(target: Path, made: Path) -> Comparison:
         {
             "model": {"path": str(target), "dtype": "float32"},
             "verifier": {"threads": 1},
+            "drafter": {"quantization": "none"},
             "speculation": {"head": made / "eagle", "nodes": 3, "top_k": 1, "depth": 3},
         }
     )
@@ -90,6 +91,7 @@ def test_evaluation_counts_what_the_engine_counted(
         {
             "model": {"path": str(target)},
             "verifier": {"threads": 1},
+            "drafter": {"quantization": "none"},
             "speculation": speculation,
         }
     )

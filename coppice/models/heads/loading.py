@@ -27,6 +27,7 @@ from coppice.models.heads.stored import MEND, StoredHead
 from coppice.models.heads.token_map import read_token_map
 from coppice.models.rope import rotary_table
 from kernels import ops
+from kernels.packed import Weight
 
 SHIPPED_HEAD = "data/eagle2-smollm2-135m"
 FEATURE_NORM = f"{LAYER}.hidden_norm.weight"
@@ -52,13 +53,15 @@ def load_head(
     lm_head: Tensor,
     dtype: torch.dtype,
     device: torch.device,
+    quantize: bool = False,
 ) -> DraftHead:
-    """The head in the directory `path` for a target with `embedding` and `lm_head` [vocab,
-    hidden]. Raises StartError (one line) that names both sides of a misfit."""
+    """The head in the directory `path`, its matrix products in int8 with `quantize`, for a target
+    with `embedding` and `lm_head` [vocab, hidden]. Raises StartError (one line) that names both
+    sides of a misfit."""
     published, stored = read_head_config(path), StoredHead.open(path)
     layers = _feature_layers(published, stored, target)
     _check_fit(path, published, target, eagle3=bool(layers))
-    source = _Source(published, stored, embedding, lm_head, dtype, device)
+    source = _Source(published, stored, embedding, lm_head, dtype, device, quantize)
     head = _eagle3(source, layers) if layers else _eagle(source)
     stored.refuse_unread("an EAGLE-3 head" if layers else "an EAGLE-1/2 head")
     return head
@@ -74,6 +77,7 @@ class _Source:
     target_lm_head: Tensor  # [vocab, target_hidden]
     dtype: torch.dtype
     device: torch.device
+    quantize: bool
 
     @property
     def identity(self) -> str:
@@ -124,6 +128,9 @@ class _Source:
             full = _own_or_copied(own, full)
         return full if token_map is None else full[token_map]
 
+    def pack(self, weight: Weight) -> Weight:
+        return ops.pack(weight, self.quantize)
+
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype)
 
@@ -167,10 +174,10 @@ def _eagle(source: _Source) -> EagleHead:
         target_hidden_size=hidden,
         feature_layers=(),
         embedding=embedding,
-        lm_head=ops.pack(source.lm_head(token_map, borrowed=True)),
+        lm_head=source.pack(source.lm_head(token_map, borrowed=True)),
         token_map=token_map,
-        fc=ops.pack(source.read("fc.weight", (hidden, 2 * hidden))),
-        layer=ops.pack_layer(layer, layer_sizes(config)),
+        fc=source.pack(source.read("fc.weight", (hidden, 2 * hidden))),
+        layer=ops.pack_layer(layer, layer_sizes(config), source.quantize),
         rotary=rotary_table(config, source.device),
         fc_bias=source.read("fc.bias", (hidden,)) if has_bias else None,
     )
@@ -187,16 +194,16 @@ def _eagle3(source: _Source, layers: tuple[int, ...]) -> Eagle3Head:
         target_hidden_size=target_hidden,
         feature_layers=layers,
         embedding=embedding,
-        lm_head=ops.pack(source.lm_head(token_map, borrowed=False)),
+        lm_head=source.pack(source.lm_head(token_map, borrowed=False)),
         token_map=token_map,
-        fc=ops.pack(source.read("fc.weight", (hidden, len(layers) * target_hidden))),
+        fc=source.pack(source.read("fc.weight", (hidden, len(layers) * target_hidden))),
         # No plan for the whole: its q, k and v read more than what the layer adds to.
         layer=replace(
             layer,
-            qkv=ops.pack(layer.qkv),
-            o=ops.pack(layer.o),
-            gate_up=ops.pack(layer.gate_up),
-            down=ops.pack(layer.down),
+            qkv=source.pack(layer.qkv),
+            o=source.pack(layer.o),
+            gate_up=source.pack(layer.gate_up),
+            down=source.pack(layer.down),
         ),
         rotary=rotary_table(config, source.device),
         embedding_norm=source.norm(f"{LAYER}.input_layernorm"),

@@ -12,6 +12,7 @@ from torch import Tensor
 from coppice.errors import StartError
 from coppice.models.config import DecoderConfig, RopeConfig
 from coppice.models.medusa import MedusaHeads, load_medusa
+from kernels import ops
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN = 20, 8
@@ -44,8 +45,8 @@ def write(
     return path
 
 
-def load(path: Path) -> MedusaHeads:
-    return load_medusa(path, TARGET, LM_HEAD, torch.float32, CPU)
+def load(path: Path, quantize: bool = False) -> MedusaHeads:
+    return load_medusa(path, TARGET, LM_HEAD, torch.float32, CPU, quantize)
 
 
 def expected(tensors: Mapping[str, Tensor], head: int, blocks: int, feature: Tensor) -> list[float]:
@@ -93,6 +94,16 @@ def test_a_head_without_words_of_its_own_speaks_with_the_targets(tmp_path: Path)
     del tensors["1.1.weight"]
     heads = load(write(tmp_path, tensors, medusa_num_heads=3))
     assert_computes(heads, tensors, 3)
+
+
+@pytest.mark.skipif(not ops.native_backends(), reason="the native library is not built")
+@pytest.mark.parametrize("own", [True, False], ids=["own words", "the target's words"])
+def test_in_int8_all_of_its_products_are(tmp_path: Path, own: bool) -> None:
+    tensors = {n: t for n, t in weights(2).items() if own or not n.endswith(".1.weight")}
+    heads = load(write(tmp_path, tensors, medusa_num_heads=2), quantize=True)
+    for head in heads.heads:
+        assert [weight.dtype for weight, _ in head.blocks] == [torch.int8]
+        assert head.lm_head.dtype == torch.int8
 
 
 def test_the_identity_tells_other_weights_apart(tmp_path: Path) -> None:

@@ -30,6 +30,19 @@ def test_int8_is_refused_elsewhere() -> None:
         assert "bfloat16 on cpu (torch)" in refusal(torch.bfloat16, CPU)
 
 
-def test_none_is_for_all() -> None:
+def test_none_and_auto_are_for_all() -> None:
     with ops.use_backend(None):
-        assert not choose_quantization("none", torch.float16, torch.device("cuda", 0))
+        for name in ("none", "auto"):
+            assert not choose_quantization(name, torch.float16, torch.device("cuda", 0))
+            assert not choose_quantization(name, torch.bfloat16, CPU)
+
+
+@pytest.mark.skipif(not ops.native_backends(), reason="the native library is not built")
+def test_auto_takes_int8_where_it_can_be() -> None:
+    assert choose_quantization("auto", torch.bfloat16, CPU)
+    assert not choose_quantization("auto", torch.float16, CPU)
+
+
+def test_a_refusal_names_its_setting() -> None:
+    with pytest.raises(StartError, match=r"^drafter\.quantization = int8: needs"):
+        choose_quantization("int8", torch.float16, CPU, "drafter.quantization")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from coppice.models.config import DecoderConfig, RopeConfig
 from coppice.models.heads.head import DraftHead
 from coppice.models.heads.loading import feature_layers, load_head
+from kernels import ops
 from kernels.batch import AttentionBatch, KVCache, Segment
+from kernels.packed import PackedWeight
 
 CPU = torch.device("cpu")
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 40, 16, 24, 4, 2, 4
@@ -287,6 +290,20 @@ def test_it_computes_what_was_published(layout: Layout, slow_head: Any, tmp_path
         tokens.append(int(best[0, 0]))
         wanted = torch.cat((wanted, predicted[-1:]))
         found = cached.run(tokens[-1:], found[-1:])
+
+
+@pytest.mark.skipif(not ops.native_backends(), reason="the native library is not built")
+def test_in_int8_all_of_its_products_are_what_was_published(layout: Layout, tmp_path: Path) -> None:
+    path = layout.write(tmp_path)
+    plain = load_head(path, TARGET, EMBEDDING, LM_HEAD, torch.float32, CPU)
+    small = load_head(path, TARGET, EMBEDDING, LM_HEAD, torch.float32, CPU, quantize=True)
+    for name in ("fc", "lm_head", "layer.qkv", "layer.o", "layer.gate_up", "layer.down"):
+        published, packed = (attrgetter(name)(head) for head in (plain, small))
+        assert isinstance(packed, PackedWeight)
+        assert packed.dtype == torch.int8
+        wide = published.dense()
+        off = (packed.dense() - wide).abs()
+        assert (off <= 0.501 * wide.abs().amax(1, keepdim=True) / 127).all()
 
 
 def test_the_features_that_it_reads_are_told_without_loading_it(
