@@ -55,7 +55,11 @@ class LocalLink:
         message = verifier_pb2.Join(session_id=session_id, epoch=EPOCH)
         self._engine.post(lambda: self._engine.join(self, message))
 
-    def send(self, item: verifier_pb2.VerifierItem) -> None:
+    def send(self, *items: verifier_pb2.VerifierItem) -> None:
+        for item in items:
+            self._take(item)
+
+    def _take(self, item: verifier_pb2.VerifierItem) -> None:
         if item.WhichOneof("item") == "committed":
             update = wire.update(item.committed, self._width)
             self._sessions[item.committed.session_id].apply(update)

@@ -28,15 +28,16 @@ class StreamLink:
         self._overflown = False
         self._items: asyncio.Queue[verifier_pb2.VerifierItem | None] = asyncio.Queue()
 
-    def send(self, item: verifier_pb2.VerifierItem) -> None:
-        self._loop.call_soon_threadsafe(self.put, item)
+    def send(self, *items: verifier_pb2.VerifierItem) -> None:
+        self._loop.call_soon_threadsafe(self.put, *items)
 
-    def put(self, item: verifier_pb2.VerifierItem | None) -> None:
+    def put(self, *items: verifier_pb2.VerifierItem | None) -> None:
         """On the loop's thread; None ends the stream."""
-        if self._items.qsize() < _MAX_UNREAD:
-            self._items.put_nowait(item)
-        else:
-            self._overflown = True
+        for item in items:
+            if self._items.qsize() < _MAX_UNREAD:
+                self._items.put_nowait(item)
+            else:
+                self._overflown = True
 
     async def messages(self) -> AsyncIterator[verifier_pb2.VerifierMessage]:
         """All that is queued, a message at a time, until the end."""

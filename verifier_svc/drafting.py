@@ -134,25 +134,25 @@ def gap_of(session: Session) -> Gap | None:
     return Gap(length - draft.known, length - session.prompt_length, session.stopper.left)
 
 
-def tell_committed(
+def ask(
     session: Session,
     grant: Grant,
     gap: Gap | None,
     accepted: int,
     now: float,
     features: FeatureSource,
-) -> bool:
-    """After a commit: sends what the next tree needs, or Paused when none is wanted. Returns
-    whether a tree was asked for."""
+) -> verifier_pb2.VerifierItem | None:
+    """After a commit: what the next tree needs, to be sent. When none is wanted, nothing, and
+    Paused is sent where that is to last."""
     draft = session.draft
     if draft.link is None:
-        return False
+        return None
     answered = draft.draft_id
     draft.forget_tree()  # it was verified, or came to nothing
     if grant.nodes == 0:
         if not grant.once:
             pause(session)
-        return False
+        return None
     length = len(session.tokens)
     # Only a drafter that is in play gets features pushed; after a gap it pulls.
     features_from = draft.known - 1 if draft.in_play else length - 1
@@ -170,12 +170,11 @@ def tell_committed(
         accepted_length=accepted,
         node_budget=grant.nodes,
     )
-    draft.link.send(verifier_pb2.VerifierItem(committed=committed))
     draft.known, draft.told_paused, draft.granted = length, False, grant.nodes
     draft.asks.add(length, now, grant, caught_up=gap is None)
     if gap is not None:
         draft.patience.bench()
-    return True
+    return verifier_pb2.VerifierItem(committed=committed)
 
 
 def tell_closed(session: Session, reason: str) -> None:

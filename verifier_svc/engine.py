@@ -4,7 +4,7 @@ Everything but `post` runs on the engine's own thread, so nothing here is locked
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from coppice.errors import (
@@ -208,7 +208,7 @@ class Engine:
         if refusal:
             drafting.send_closed(link, message.session_id, message.epoch, refusal)
         elif session is not None and session.pending == 1:
-            self.tell_committed(session, 0, self.running())
+            self.tell_committed([(session, 0)])
 
     def _of(self, link: DraftLink, session_id: str, epoch: int) -> Session | None:
         """The session, if this drafter is its current one."""
@@ -271,9 +271,22 @@ class Engine:
         running = [session for session in self.sessions.values() if not session.waiting]
         return Running(len(running), any(session.pending > 1 for session in running))
 
-    def tell_committed(self, session: Session, accepted: int, running: Running) -> None:
-        if session.draft.link is None:
-            return
+    def tell_committed(self, committed: Iterable[tuple[Session, int]]) -> None:
+        """Asks for trees of sessions that have committed, so many drafted tokens each. A drafter
+        hears of all at once: of one alone it would begin to draft for that one alone, and trees of
+        the others would come a batch later."""
+        running = self.running()
+        asks: dict[DraftLink, list[verifier_pb2.VerifierItem]] = {}
+        for session, accepted in committed:
+            link = session.draft.link
+            if link is not None and (item := self._ask(session, accepted, running)):
+                asks.setdefault(link, []).append(item)
+        for link, items in asks.items():
+            link.send(*items)
+
+    def _ask(
+        self, session: Session, accepted: int, running: Running
+    ) -> verifier_pb2.VerifierItem | None:
         grant, gap = Grant(0, running.sessions), drafting.gap_of(session)
         if not self.guard.closed:
             grant = self.budget.choose(running.sessions, running.reading, gap)
@@ -281,12 +294,14 @@ class Engine:
         self.metrics.grants.inc()
         self.metrics.granted_nodes.inc(grant.nodes)
         now = time.monotonic()
-        if drafting.tell_committed(session, grant, gap, accepted, now, self._features):
+        item = drafting.ask(session, grant, gap, accepted, now, self._features)
+        if item is not None:
             draft = session.draft
             draft.awaited = draft.patience.awaits(grant, now, self.budget)
             draft.gain = draft.patience.gain(grant.nodes, self.budget)
             if gap is not None:
                 self.budget.catching_up.begins(gap.positions)
+        return item
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is free, or owned by exactly one session or node

@@ -77,10 +77,8 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     logits = engine.runner.run([_rows(work) for work in works])
     verified = time.monotonic()
     accepted = [_commit(engine, work, rows) for work, rows in zip(works, logits, strict=True)]
-    running = engine.running()
-    for work, count in zip(works, accepted, strict=True):
-        if count is not None:
-            engine.tell_committed(work.session, count, running)
+    committed = zip(works, accepted, strict=True)
+    engine.tell_committed((w.session, count) for w, count in committed if count is not None)
     done = time.monotonic()
     engine.timings.passes += 1
     engine.timings.verify += verified - started

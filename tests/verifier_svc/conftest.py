@@ -120,7 +120,7 @@ class Bench:
         return [token for event in self.events[name] for token in event.tokens]
 
 
-@dataclass
+@dataclass(eq=False)
 class Link:
     """A drafter's stream whose answers a test decides; they arrive before the next pass."""
 
@@ -129,9 +129,15 @@ class Link:
     name: str = "test"
     wants_features: bool = True
     items: list[verifier_pb2.VerifierItem] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)  # items of each
     known: dict[str, list[int]] = field(default_factory=dict)
 
-    def send(self, item: verifier_pb2.VerifierItem) -> None:
+    def send(self, *items: verifier_pb2.VerifierItem) -> None:
+        self.sends.append(len(items))
+        for item in items:
+            self._take(item)
+
+    def _take(self, item: verifier_pb2.VerifierItem) -> None:
         self.items.append(item)
         if item.WhichOneof("item") != "committed":
             return

@@ -361,6 +361,21 @@ def test_a_plain_pass_between_trees_leaves_the_drafter_in_play(
     assert not link.sent("paused")
 
 
+def test_a_drafter_hears_at_once_of_all_that_a_pass_has_committed(new_bench, new_link) -> None:
+    bench = new_bench()
+    link = new_link(bench.engine, lambda message: tree(message, [5], [0]))
+    for name in "abc":
+        bench.open(name, PROMPT)
+        link.join(name)
+    while len(link.sent("committed")) < 3:
+        bench.engine.step(block=False)
+    link.sends.clear()
+    for _ in range(5):
+        bench.engine.step(block=False)
+    assert link.sends == [3] * 5
+    bench.run()
+
+
 def test_no_tree_is_asked_for_while_a_prompt_is_read_and_its_drafter_stays_in_play(
     new_bench, new_link
 ) -> None:
