@@ -7,6 +7,7 @@ weight that are larger than the caches together.
 import gc
 import json
 import statistics
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from benchmarks.inprocess import LocalLink, generate
 from benchmarks.machine import median_seconds, peak_gflop_s, read_gb_s, timed
+from benchmarks.peers_llama_cpp import greedy_seconds, write_bf16
 from benchmarks.prompts import chat_prompts
 from coppice.machine import machine
-from coppice.models.hub import resolve_model
+from coppice.models.hub import default_gguf, resolve_model
 from coppice.models.loading import load_target
 from coppice.request import SamplingParams, StoppingParams
 from coppice.settings import Settings
@@ -59,6 +61,7 @@ CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
 COLD_BYTES = 600 << 20
 CALLS = 15
 PREFILL = 512
+PEER_TURNS = 3
 
 
 def linears(read: float, failures: list[str]) -> dict[str, dict[str, dict[int, float]]]:
@@ -161,8 +164,10 @@ def weight_bytes(runner: Runner) -> int:
     return sum(2 * w.shape[0] * w.shape[1] for w in (*parts, model.lm_head))
 
 
-def decoding(settings: Settings, runner: Runner, read: float, row1_ms: float) -> dict[str, object]:
-    """Plain decoding against its floor, and what drafting costs against a step."""
+def decoding(
+    settings: Settings, runner: Runner, read: float, row1_ms: float, llama_cpp: Path | None
+) -> dict[str, object]:
+    """Plain decoding against its floor and llama.cpp, and what drafting costs against a step."""
     tokenizer = Tokenizer.load(resolve_model(settings.model.path, settings.cache_dir))
     prompt = chat_prompts(tokenizer, "mt_bench", 1, DEFAULT_FOLDER)[0]
     fixed = settings.speculation.model_copy(update={"budget": "fixed"})
@@ -176,8 +181,11 @@ def decoding(settings: Settings, runner: Runner, read: float, row1_ms: float) ->
         stopping = StoppingParams(max_tokens=tokens, ignore_eos=True)
         return timed(lambda: generate(engine, [prompt], greedy, stopping, link))
 
+    def token_seconds() -> float:
+        return (answer(129) - answer(1)) / 128
+
     answer(64)
-    per_token = statistics.median((answer(129) - answer(1)) / 128 for _ in range(5))
+    per_token = statistics.median(token_seconds() for _ in range(5))
     link = LocalLink(engine, drafter)
     answer(128, link)
     link.seconds, link.batches = 0.0, 0
@@ -188,10 +196,28 @@ def decoding(settings: Settings, runner: Runner, read: float, row1_ms: float) ->
     return {
         "plain_tok_s": round(1 / per_token, 1),
         "plain_over_floor": round(floor / per_token, 3),
+        **(beside_llama_cpp(llama_cpp, prompt, token_seconds) if llama_cpp else {}),
         "draft_ms": round(draft_ms, 2),
         "draft4_over_rows1": round(draft_ms / row1_ms, 3),
         "draft_level_over_rows1": round(1e3 * statistics.median(levels) / row1_ms, 3),
         "not_arithmetic_fraction": round(1 - arithmetic(runner) / per_token, 3),
+    }
+
+
+def beside_llama_cpp(
+    python: Path, prompt: list[int], token_seconds: Callable[[], float]
+) -> dict[str, object]:
+    """The default model's plain rate over that of llama.cpp in bf16, by turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "bf16.gguf"
+        write_bf16(default_gguf(), model)
+        turns = [
+            (greedy_seconds(python, model, prompt), token_seconds()) for _ in range(PEER_TURNS)
+        ]
+    theirs, ours = (statistics.median(each) for each in zip(*turns, strict=True))
+    return {
+        "llama_cpp_tok_s": round(1 / theirs, 1),
+        "plain_over_llama_cpp": round(theirs / ours, 3),
     }
 
 
@@ -216,6 +242,9 @@ def arithmetic(runner: Runner) -> float:
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="where the results go")],
     linear: Annotated[bool, typer.Option(help="the linear layers alone as well")] = True,
+    llama_cpp: Annotated[
+        Path | None, typer.Option(help="Python of an environment that has llama-cpp-python")
+    ] = None,
 ) -> None:
     """Measures, prints and writes one JSON object."""
     settings = load_settings({"model.dtype": "bfloat16", "verifier.prefix_cache": False})
@@ -224,7 +253,7 @@ def main(
     gc.freeze()  # as the services do
     failures: list[str] = []
     with torch.inference_mode():
-        read, peak = read_gb_s(), peak_gflop_s()
+        read, peak = read_gb_s(), peak_gflop_s(torch.float32, torch.bfloat16)
         ops.set_threads(None)
         by_step = steps(runner)
         row1_ms = by_step["step_ms"][1]  # pyright: ignore
@@ -235,7 +264,7 @@ def main(
             **by_step,
             "attention_fraction_of_read_8192": attention(runner, read),
             "prefill_fraction_of_peak": prefill(runner, peak),
-            **decoding(settings, runner, read, row1_ms),
+            **decoding(settings, runner, read, row1_ms, llama_cpp),
             **(linears(read, failures) if linear else {}),
             "row_invariance_failures": failures,
         }

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoModelForCausalLM
 
+from benchmarks.peers_llama_cpp import write_bf16
 from coppice.errors import StartError
 from coppice.models.gguf import convert_gguf
 
@@ -214,3 +215,14 @@ def test_a_truncated_file_is_refused(kept: int, write: Write, tmp_path: Path) ->
     source, _ = write()
     source.write_bytes(source.read_bytes()[:kept])
     refused(source, tmp_path, "not a whole GGUF file")
+
+
+def test_the_copy_for_llama_cpp_is_the_same_model_in_bf16(write: Write, tmp_path: Path) -> None:
+    source, _ = write(quantization=GGMLQuantizationType.Q8_0)
+    write_bf16(source, tmp_path / "copy.gguf")
+    made = [tmp_path / name for name in ("made", "copied")]
+    for path, directory in zip((source, tmp_path / "copy.gguf"), made, strict=True):
+        directory.mkdir()
+        convert_gguf(path, directory)
+    for file in sorted(made[0].iterdir()):
+        assert (made[1] / file.name).read_bytes() == file.read_bytes(), file.name
