@@ -23,7 +23,7 @@ from benchmarks.machine import median_seconds, peak_gflop_s, read_gb_s, timed
 from benchmarks.peers_llama_cpp import greedy_seconds, write_bf16
 from benchmarks.prompts import chat_prompts
 from coppice.machine import machine
-from coppice.models.hub import default_gguf, resolve_model
+from coppice.models.hub import DEFAULT_MODEL, default_gguf, resolve_model
 from coppice.models.loading import load_target
 from coppice.request import SamplingParams, StoppingParams
 from coppice.settings import Settings
@@ -248,6 +248,8 @@ def main(
 ) -> None:
     """Measures, prints and writes one JSON object."""
     settings = load_settings({"model.dtype": "bfloat16", "verifier.prefix_cache": False})
+    if llama_cpp and settings.model.path.lower() != DEFAULT_MODEL:
+        raise typer.BadParameter(f"--llama-cpp compares {DEFAULT_MODEL}, not {settings.model.path}")
     path = resolve_model(settings.model.path, settings.cache_dir)
     runner = Runner(load_target(path, torch.bfloat16, torch.device("cpu")), 8192 + 128)
     gc.freeze()  # as the services do
