@@ -130,7 +130,9 @@ class DrafterSettings(Group):
     threads: int | None = Field(default=None, ge=1, description="CPU threads; default: all cores")
     kv_slots: int = Field(default=16384, ge=64, description="tokens that the draft KV cache holds")
     quantization: Literal["auto", "none", "int8"] = Field(
-        default="auto", description="of its weights; auto = int8 on a CPU with our kernels"
+        default="auto",
+        description="of its weights; auto = int8 where our kernels are faster in it, "
+        "which with AVX512-BF16 they are not",
     )
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "pack",
     "pack_layer",
     "quantizes",
+    "quantizing_speeds_up",
     "rms_norm",
     "rope",
     "rope_and_write",
@@ -166,6 +167,15 @@ def quantizes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights of this type can be packed in int8: by the native library alone."""
     backend = _backend.get()
     return isinstance(backend, CpuBackend) and device.type == "cpu" and dtype in TYPES
+
+
+def quantizing_speeds_up(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of several rows are faster in int8: our int8 kernels multiply in fp32, so
+    not where bf16 has an instruction of its own, which does twice as much."""
+    backend = _backend.get()
+    if not isinstance(backend, CpuBackend) or not quantizes(dtype, device):
+        return False
+    return dtype != torch.bfloat16 or not backend.multiplies_bf16
 
 
 def linear(

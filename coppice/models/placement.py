@@ -37,18 +37,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def choose_quantization(
     name: str, dtype: torch.dtype, device: torch.device, setting: str = "model.quantization"
 ) -> bool:
-    """Whether the weights are to be int8; `auto`: where they can be. Raises StartError, which names
-    the setting, where they are to be and cannot."""
+    """Whether the weights are to be int8; `auto`: where that is faster. Raises StartError, which
+    names the setting, where they are to be and cannot."""
     if name == "none":
         return False
-    possible = ops.quantizes(dtype, device)
-    if not possible and name != "auto":
+    if name == "auto":
+        return ops.quantizing_speeds_up(dtype, device)
+    if not ops.quantizes(dtype, device):
         kernels = f" ({ops.describe()})" if device.type == "cpu" else ""
         raise StartError(
             f"{setting} = {name}: needs bfloat16 or float32 on a CPU with the native "
             f"kernels, this is {dtype_name(dtype)} on {device.type}{kernels}"
         )
-    return possible
+    return True
 
 
 def fingerprint(

@@ -28,6 +28,11 @@ class CpuBackend:
     def name(self) -> str:
         return f"cpu-native {self.instruction_set.name}"
 
+    @property
+    def multiplies_bf16(self) -> bool:
+        """By an instruction for it; otherwise bf16 is expanded to fp32."""
+        return self.instruction_set.name == "avx512_bf16"
+
     def set_threads(self, count: int) -> None:
         self.library.functions.coppice_set_threads(count)
 

@@ -6,6 +6,7 @@ import torch
 from coppice.errors import StartError
 from coppice.models.placement import choose_quantization
 from kernels import ops
+from kernels.cpu.backend import CpuBackend
 
 CPU = torch.device("cpu")
 
@@ -37,10 +38,13 @@ def test_none_and_auto_are_for_all() -> None:
             assert not choose_quantization(name, torch.bfloat16, CPU)
 
 
-@pytest.mark.skipif(not ops.native_backends(), reason="the native library is not built")
-def test_auto_takes_int8_where_it_can_be() -> None:
-    assert choose_quantization("auto", torch.bfloat16, CPU)
-    assert not choose_quantization("auto", torch.float16, CPU)
+@pytest.mark.parametrize("backend", ops.native_backends(), ids=lambda backend: backend.name)
+def test_auto_takes_int8_unless_bf16_has_an_instruction(backend: CpuBackend) -> None:
+    with ops.use_backend(backend):
+        faster = backend.instruction_set.name != "avx512_bf16"
+        assert choose_quantization("auto", torch.bfloat16, CPU) is faster
+        assert choose_quantization("auto", torch.float32, CPU)
+        assert not choose_quantization("auto", torch.float16, CPU)
 
 
 def test_a_refusal_names_its_setting() -> None:
