@@ -196,9 +196,10 @@ class Simulation:
             else:
                 del self._sessions[session.name]
                 session.drafter.due.pop(session, None)
-        reading = any(each.pending > 1 for each in self._sessions.values())
+        decoding = sum(each.pending == 1 for each in self._sessions.values())
+        read = max(1, sum(tokens for tokens, _ in parts)) if decoding < len(self._sessions) else 0
         for session in committed:
-            self._ask(session, reading)
+            self._ask(session, decoding, read)
         self._running = ()
         if self._beside:
             return
@@ -222,8 +223,7 @@ class Simulation:
         if self._counts:
             self.outcome.tokens += 1 + expected
 
-    def _ask(self, session: Session, reading: bool) -> None:
-        decoding = len(self._sessions)
+    def _ask(self, session: Session, decoding: int, reading: int) -> None:
         grant = Grant(0, decoding)
         if self._mode != "off" and not self._guard.closed:
             grant = self._budget.choose(decoding, reading)

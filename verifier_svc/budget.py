@@ -10,6 +10,11 @@ sessions are paid for, so trees shrink as sessions join, and to nothing where ro
 dear. Of the trees that arrive only the nodes are verified whose calibrated probability is worth
 their row, by one threshold for all sessions; n in step(...) is what is left of it. What has not
 been tried is assumed to be good, and now and then another number than the best is asked for.
+
+While prompts are read, passes have their rows as well, and what trees add to a pass holds up all.
+So the n is best whose tokens exceed most what the same time would bring without prompts. Where rows
+are dear already, as on a CPU, that takes better trees than otherwise; where they are nearly free,
+prompts change nothing.
 """
 
 import math
@@ -82,8 +87,10 @@ class Budget:
     _levels: tuple[float, ...] = ()
     _all_walks: int = 0
     _granted: Grant = Grant(0, 0)
+    _reading: int = 0  # tokens of prompts in the pass that was granted for
     _left: int = 0  # grants until the next choice
     _saved: float = 0.0  # seconds per token, by the fastest trees
+    _saved_beside: float = 0.0  # the same, while prompts are read
     _speculating: bool = False
     _unexplored: int = 0  # grants since another size was tried
     _round: int = 0
@@ -193,35 +200,57 @@ class Budget:
         nodes, decoding = self._granted.nodes, self._granted.sessions
         if not self.adaptive or nodes == 0:
             return 0.0
-        added = decoding * nodes
-        dearer = self.step_seconds(decoding + added) - self.step_seconds(decoding)
+        added, rows = decoding * nodes, decoding + self._reading
+        dearer = self.step_seconds(rows + added) - self.step_seconds(rows)
         return min(max(0.0, self.speed(nodes, decoding) * dearer / added), _MOST_ASKED)
 
     # ---- the choice --------------------------------------------------------
 
-    def choose(self, decoding: int, reading: bool = False, gap: Gap | None = None) -> Grant:
-        """For one of `decoding` sessions, some of which may be `reading` their prompts; `gap` is
-        what its drafter lacks, if it does. All sessions of a pass are granted the same, for their
-        trees are drafted together, so what trees of a size take is known only where all are of it;
-        but not those whose drafters would catch up in vain."""
+    def choose(self, decoding: int, reading: int = 0, gap: Gap | None = None) -> Grant:
+        """For one of `decoding` sessions, beside others of whose prompts a pass reads about
+        `reading` tokens; `gap` is what its drafter lacks, if it does. All sessions of a pass are
+        granted the same, for their trees are drafted together, so what trees of a size take is
+        known only where all are of it; but not those whose drafters would catch up in vain."""
         decoding = max(1, decoding)
-        self.catching_up.committed(decoding, reading)
-        if reading:  # where cores are shared, trees beside prompts lose more than they bring
-            return Grant(0, decoding, once=True)
+        self.catching_up.committed(decoding, bool(reading))
         sizes = self._fitting(decoding)
         if not sizes:
-            return Grant(0, decoding)
+            return Grant(0, decoding, once=bool(reading))
         if not self.adaptive:
             return Grant(sizes[-1], decoding)
-        self._unexplored += 1
-        if self._left == 0 or self._granted.sessions != decoding:
-            self._left = decoding
-            nodes = self._next(sizes, decoding)
-            self._granted = Grant(nodes, decoding, once=self._speculating and not nodes)
+        self._unexplored += not reading
+        if self._left == 0 or (self._granted.sessions, self._reading) != (decoding, reading):
+            self._left, self._reading = decoding, reading
+            nodes = (
+                self._best_beside(sizes, decoding, reading)
+                if reading
+                else self._next(sizes, decoding)
+            )
+            once = not nodes and (self._speculating or bool(reading))
+            self._granted = Grant(nodes, decoding, once)
         self._left -= 1
-        if gap is not None and self._speculating and not self.catching_up.pays(gap, self._saved):
+        settled = self._speculating or reading  # no trial of trees
+        saved = self._saved, self._saved_beside
+        if gap is not None and settled and not self.catching_up.pays(gap, *saved):
             return Grant(0, decoding, once=True)
         return self._granted
+
+    def _best_beside(self, sizes: Sequence[int], decoding: int, reading: int) -> int:
+        """The number that wins most tokens while prompts are read."""
+        rows = decoding + reading
+        otherwise = max(self.speed(size, decoding) for size in (0, *sizes))
+
+        def won(nodes: int) -> float:
+            added = self.step_seconds(round(rows + decoding * self._verified[nodes]))
+            longer = added - self.step_seconds(rows) + self.draft_seconds(nodes, decoding)
+            return decoding * self.gain(nodes) - otherwise * longer
+
+        best = max(sizes, key=won)
+        if won(best) <= (_MARGIN - 1) * decoding:
+            self._saved_beside = 0.0
+            return 0
+        self._saved_beside = won(best) / otherwise / (decoding * (1 + self.gain(best)))
+        return best
 
     def _next(self, sizes: Sequence[int], decoding: int) -> int:
         """The best number, or for a pass or a few another one."""

@@ -3,8 +3,8 @@
 A drafter that joins a session reads its tokens and features before it drafts. Where it shares cores
 with the verifier, passes beside take longer meanwhile; where it has its own, they don't. So that is
 measured: by how much passes take longer than foretold while a drafter catches up. It is worth it
-where trees save more until the answer's end, as far as an end can be foreseen and as long as no
-prompts are read, which are read without trees.
+where trees save more until the answer's end, as far as an end can be foreseen: while prompts are
+read that is less than otherwise.
 """
 
 from dataclasses import dataclass
@@ -57,10 +57,12 @@ class CatchingUp:
         """What one usually costs."""
         return max(0.0, self._seconds) / max(self._times, 1.0)
 
-    def pays(self, gap: Gap, saved: float) -> bool:
-        """Whether it does where a token saves so many seconds while no prompt is read."""
+    def pays(self, gap: Gap, saved: float, beside: float = 0.0) -> bool:
+        """Whether it does where a token saves so many seconds while no prompt is read, and `beside`
+        while one is."""
         cost = gap.positions * max(0.0, self._seconds) / max(self._positions, 1.0)
-        return cost <= saved * self._quiet * self._remaining(gap)
+        saved = saved * self._quiet + beside * (1 - self._quiet)
+        return cost <= saved * self._remaining(gap)
 
     def _remaining(self, gap: Gap) -> float:
         """Tokens that are still to come: as in other answers; beyond that an answer is expected to

@@ -35,8 +35,10 @@ from verifier_svc.slot_pool import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    sessions: int  # that are not waiting
-    reading: bool  # any of them its prompt
+    """The sessions that are not waiting."""
+
+    decoding: int
+    reading: int  # tokens of others' prompts in a pass, about
 
 
 @dataclass(slots=True)
@@ -266,16 +268,18 @@ class Engine:
             raise NotFound(f"features {shown}: not computed")
         return self.runner.read_features(session.slots[message.start : message.end])
 
-    def running(self) -> Running:
-        """Of the sessions as they are now."""
-        running = [session for session in self.sessions.values() if not session.waiting]
-        return Running(len(running), any(session.pending > 1 for session in running))
+    def running(self, read: int = 0) -> Running:
+        """The sessions as they are now, after a pass that has read so many tokens of prompts."""
+        running = [session.pending for session in self.sessions.values() if not session.waiting]
+        decoding = running.count(1)
+        return Running(decoding, max(1, read) if decoding < len(running) else 0)
 
-    def tell_committed(self, committed: Iterable[tuple[Session, int]]) -> None:
-        """Asks for trees of sessions that have committed, so many drafted tokens each. A drafter
-        hears of all at once: of one alone it would begin to draft for that one alone, and trees of
-        the others would come a batch later."""
-        running = self.running()
+    def tell_committed(self, committed: Iterable[tuple[Session, int]], read: int = 0) -> None:
+        """Asks for trees of sessions that have committed, so many drafted tokens each, in a pass
+        that has read so many tokens of prompts. A drafter hears of all at once: of one alone it
+        would begin to draft for that one alone, and trees of the others would come a batch
+        later."""
+        running = self.running(read)
         asks: dict[DraftLink, list[verifier_pb2.VerifierItem]] = {}
         for session, accepted in committed:
             link = session.draft.link
@@ -287,9 +291,9 @@ class Engine:
     def _ask(
         self, session: Session, accepted: int, running: Running
     ) -> verifier_pb2.VerifierItem | None:
-        grant, gap = Grant(0, running.sessions), drafting.gap_of(session)
+        grant, gap = Grant(0, running.decoding), drafting.gap_of(session)
         if not self.guard.closed:
-            grant = self.budget.choose(running.sessions, running.reading, gap)
+            grant = self.budget.choose(running.decoding, running.reading, gap)
         self.metrics.node_budget.set(grant.nodes)
         self.metrics.grants.inc()
         self.metrics.granted_nodes.inc(grant.nodes)

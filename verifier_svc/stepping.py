@@ -77,8 +77,9 @@ def run_pass(engine: "Engine", shares: Sequence[Share]) -> None:
     logits = engine.runner.run([_rows(work) for work in works])
     verified = time.monotonic()
     accepted = [_commit(engine, work, rows) for work, rows in zip(works, logits, strict=True)]
-    committed = zip(works, accepted, strict=True)
-    engine.tell_committed((w.session, count) for w, count in committed if count is not None)
+    pairs = zip(works, accepted, strict=True)
+    committed = [(work.session, count) for work, count in pairs if count is not None]
+    engine.tell_committed(committed, sum(tokens for tokens, _ in mix.parts))
     done = time.monotonic()
     engine.timings.passes += 1
     engine.timings.verify += verified - started

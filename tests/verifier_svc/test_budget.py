@@ -232,3 +232,41 @@ def test_plain_passes_that_were_thought_to_be_slow_do_not_keep_trees_for_good() 
         if rows > 1:
             budget.observe_walk(CHAIN.trimmed(rows - 1), [1])
     assert most_common(budget, 1) == 0
+
+
+def test_beside_prompts_trees_pay_as_much_as_otherwise_where_rows_cost_nothing() -> None:
+    budget = learned([(0.010, 0.0)], [1, 2, 3], draft=0.001)
+    assert deepcopy(budget).choose(4, reading=200).nodes == deepcopy(budget).choose(4).nodes >= 3
+
+
+@pytest.mark.parametrize(("row", "nodes"), [(0.001, 0), (0.0005, 1)])
+def test_beside_prompts_trees_must_win_more_than_their_time_would_otherwise(
+    row: float, nodes: int
+) -> None:
+    # By hand: a pass takes 10 ms, or `row` for each of its rows, a draft 2 ms. Without prompts four
+    # sessions commit 8 tokens in 12 ms. Beside 28 rows of a prompt their 4 nodes bring 4 tokens for
+    # 4 rows and a draft: 6 ms, in which there are 4 otherwise, or 4 ms, in which there are 2.7.
+    budget = learned([(0.010, 0.0), (0.0, row)], [1], draft=0.002)
+    assert deepcopy(budget).choose(4).nodes > 0
+    grants = [budget.choose(4, reading=28) for _ in range(8)]
+    assert grants == [Grant(nodes, 4, once=not nodes)] * 8, "no drafter is told to pause"
+
+
+@settings(deadline=None, max_examples=20)
+@given(LINES, ACCEPTED, st.floats(0.0, 0.05), st.integers(1, 12), st.integers(1, 256))
+def test_trees_beside_prompts_never_make_the_whole_take_longer(
+    lines: list[tuple[float, float]],
+    accepted: list[int],
+    draft: float,
+    decoding: int,
+    reading: int,
+) -> None:
+    """The tokens that plain decoding lacks then, when the prompt is read, take more than trees."""
+    budget = learned(lines, accepted, draft)
+    fastest = max(budget.speed(nodes, decoding) for nodes in (0, *SIZES[:7]))
+    nodes = budget.choose(decoding, reading).nodes
+    rows = decoding + reading
+    extra = decoding * sum(rank <= nodes for rank in accepted)
+    with_trees = budget.step_seconds(rows + decoding * nodes)
+    with_trees += budget.draft_seconds(nodes, decoding) if nodes else 0.0
+    assert with_trees <= budget.step_seconds(rows) + extra / fastest + 1e-9

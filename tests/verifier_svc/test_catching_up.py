@@ -62,10 +62,12 @@ def test_no_answer_has_ended_yet_so_this_one_may_be_as_long_as_it_may() -> None:
     assert costly.pays(Gap(100, 1, 1000), saved=0.000_011)
 
 
-def test_trees_that_wait_for_prompts_half_of_the_time_save_half() -> None:
+def test_while_prompts_are_read_tokens_save_what_they_save_then() -> None:
     costly = measured(200, 0.02, answer=100, quiet=0.5)
     assert costly.pays(Gap(200, 0, 1000), saved=0.000_5)
     assert not costly.pays(Gap(200, 0, 1000), saved=0.000_3)
+    assert costly.pays(Gap(200, 0, 1000), saved=0.000_3, beside=0.000_15)
+    assert not costly.pays(Gap(200, 0, 1000), saved=0.000_3, beside=0.000_05)
 
 
 @given(

@@ -18,6 +18,7 @@ from protos import common_pb2, verifier_pb2
 from verifier_svc import drafting
 from verifier_svc.awaiting import MAX_STRIKES, Awaited
 from verifier_svc.budget import Budget, Grant
+from verifier_svc.catching_up import Gap
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
@@ -376,10 +377,17 @@ def test_a_drafter_hears_at_once_of_all_that_a_pass_has_committed(new_bench, new
     bench.run()
 
 
-def test_no_tree_is_asked_for_while_a_prompt_is_read_and_its_drafter_stays_in_play(
-    new_bench, new_link
+def test_where_trees_do_not_pay_beside_a_prompt_its_drafter_stays_in_play(
+    new_bench, new_link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = new_bench(verifier={"prefill_chunk": 1})
+    asked: list[tuple[int, int]] = []
+
+    def choose(_: Budget, decoding: int, reading: int, gap: Gap | None) -> Grant:
+        asked.append((decoding, reading))
+        return Grant(int(not reading), decoding, once=True)
+
+    monkeypatch.setattr(Budget, "choose", choose)
     link = new_link(bench.engine, lambda message: tree(message, [1], [0]))
     bench.open("a", PROMPT, stopping=StoppingParams(max_tokens=60, ignore_eos=True))
     link.join("a")
@@ -389,14 +397,30 @@ def test_no_tree_is_asked_for_while_a_prompt_is_read_and_its_drafter_stays_in_pl
     reader = bench.open("b", [20, 21, 22, 23, 24, 25, 26], speculation=False)
     bench.engine.step(block=False)
     while reader.pending > 1:
+        asked.clear()
         bench.engine.step(block=False)
         assert len(link.sent("committed")) <= before + 1
+        assert asked == [(1, 1)] or reader.pending == 1, "who reads does not decode"
     bench.run()
     told = [item.committed for item in link.sent("committed")[before:]]
     longest = max(told, key=lambda each: each.base_length - each.start)
     assert longest.base_length - longest.start >= 6, "what came meanwhile is told at once"
     assert longest.features_from == longest.start - 1
     assert not link.sent("paused")
+
+
+def test_where_trees_pay_beside_a_prompt_they_share_its_passes(new_bench, new_link) -> None:
+    bench = new_bench(verifier={"prefill_chunk": 1})
+    link = new_link(bench.engine, lambda message: tree(message, [1], [0]))
+    bench.open("a", PROMPT, stopping=StoppingParams(max_tokens=60, ignore_eos=True))
+    link.join("a")
+    reader = bench.open("b", [20, 21, 22, 23, 24, 25, 26], speculation=False)
+    nodes: list[int] = []
+    while reader.pending > 1:
+        bench.engine.step(block=False)
+        nodes.append(bench.events["a"][-1].nodes)
+    assert nodes[-5:] == [1] * 5
+    bench.run()
 
 
 @pytest.mark.parametrize(("plain_passes", "lags"), [(MAX_ROWS - 2, False), (MAX_ROWS, True)])
